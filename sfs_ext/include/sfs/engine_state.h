@@ -1,0 +1,23 @@
+// An engine's state leaves as a snapshot and comes back as a loop that can be run on.
+#pragma once
+
+#include "sfs/batch_time.h"
+#include "sfs/engine_loop.h"
+#include "sfs/snapshot.h"
+
+namespace sfs {
+
+// The state right after a pass of the loop scheduled; `published_s` is on the loop's clock.
+void capture(const EngineLoop& loop, double published_s, Snapshot& into);
+
+// Total length expected of an answer that has `outputs` tokens already: the conditional mean of a
+// lognormal whose mean is `predicted` and whose log has standard deviation `sigma`. Always more
+// than `outputs`; sigma 0 takes the prediction at its word until it is outlived.
+std::int32_t expected_output_tokens(double predicted, double sigma, std::int32_t outputs);
+
+// The loop that published `snapshot`, its clock starting from 0 at the snapshot's time. Block
+// contents do not travel, so it runs without prefix caching, from the same free count.
+void restore(const Snapshot& snapshot, const BatchTime& batch_time, double length_sigma,
+             EngineLoop& into);
+
+}  // namespace sfs

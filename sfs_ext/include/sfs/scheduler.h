@@ -1,0 +1,114 @@
+// vLLM's V1 scheduler: "there is no prefill phase nor decode phase", only requests whose computed
+// tokens have to catch up with their known ones, within one token budget a step.
+//
+// The rule numbers in comments are those of docs/scheduler_rules.md.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "sfs/batch_time.h"
+#include "sfs/kv_cache.h"
+#include "sfs/request.h"
+#include "sfs/scheduler_config.h"
+#include "sfs/waiting_queue.h"
+
+namespace sfs {
+
+struct Scheduled {
+  Slot slot = 0;
+  std::int32_t tokens = 0;
+  bool emits = false;   // completes the request's known tokens, so one output token follows
+  bool decode = false;  // one token behind a whole prompt; everything else is prefill
+};
+
+struct Batch {
+  std::vector<Scheduled> entries;  // running order, then admissions
+  std::vector<Slot> preempted;
+  BatchShape shape;
+
+  void clear() {
+    entries.clear();
+    preempted.clear();
+    shape = BatchShape{};
+  }
+};
+
+// One output token that reached the host, in batch order.
+struct Token {
+  Slot slot = 0;
+  std::uint64_t request_id = 0;
+  std::int32_t outputs = 0;
+  Finish finish = Finish::none;
+};
+
+class Scheduler {
+ public:
+  Scheduler() = default;
+  explicit Scheduler(const SchedulerConfig& config);
+
+  // Queues a request; `keys` name the content of its full blocks (see KvCache::set_keys).
+  Slot add(const Request& request, std::vector<BlockKey> keys = {});
+
+  // Rebuilds a state observed elsewhere: requests are appended in running, then in queue order.
+  Slot restore(const Request& request);
+  void restore_free_blocks(std::int32_t free_blocks) { kv_.restore_free_blocks(free_blocks); }
+
+  // Rules 3 to 15: fills `batch` with the next step's work.
+  void schedule(Batch& batch);
+
+  // Rules 16 to 18: the batch has run; appends its output tokens to `tokens`.
+  void update(const Batch& batch, std::vector<Token>& tokens);
+
+  // A decode run: steps in a row in which every running request decodes one token and nothing
+  // else happens, so that the batches differ by their contexts alone. How many such steps are
+  // ahead at least (0: none; step normally), and doing that many at once. Under async scheduling
+  // the batch before the run has to be in flight. See decode_run.cpp.
+  std::int32_t decode_run_steps() const;
+  std::int64_t decode_run_context_tokens() const;
+  void advance_decode_run(std::int32_t steps);
+
+  // Takes a live request out, between steps or while a batch is in flight; false if unknown.
+  bool abort(std::uint64_t request_id);
+
+  // Rule 19: finished ids keep the engine busy for one more step.
+  bool has_requests() const { return !running_.empty() || !waiting_.empty() || finished_; }
+
+  const SchedulerConfig& config() const { return config_; }
+  const Request& request(Slot slot) const { return requests_[slot]; }
+  const std::vector<Slot>& running() const { return running_; }
+  const WaitingQueue& waiting() const { return waiting_; }
+  std::size_t slots() const { return requests_.size(); }
+  std::int32_t free_blocks() const { return kv_.free_blocks(); }
+
+ private:
+  struct Admission {
+    std::int32_t tokens = 0;  // 0: not in this step
+    KvCache::Admission blocks;
+  };
+
+  std::int32_t long_prefill_threshold() const;
+  Admission admission_of(const Request& request, std::int32_t hit_blocks, std::int32_t budget,
+                         std::int32_t threshold) const;
+  bool admits_nothing() const;
+  std::int64_t blocks_for_run(std::int32_t steps) const;
+  void schedule_running(Batch& batch, std::int32_t& budget, std::int32_t threshold);
+  void schedule_waiting(Batch& batch, std::int32_t& budget, std::int32_t threshold);
+  bool preempt_for(std::size_t& position, Batch& batch, std::int32_t& budget);
+  void finish_step(Batch& batch);
+  void enqueue(Slot slot, bool at_front);
+  Slot store(const Request& request);
+  void retire(Slot slot);
+  void drop_finished_from_running();
+
+  SchedulerConfig config_;
+  KvCache kv_;
+  std::vector<Request> requests_;
+  std::vector<Slot> free_slots_;
+  std::vector<Slot> running_;
+  WaitingQueue waiting_;
+  std::vector<Slot> skipped_;
+  bool finished_ = false;
+};
+
+}  // namespace sfs

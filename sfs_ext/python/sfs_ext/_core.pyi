@@ -1,0 +1,234 @@
+"""The C++ core. Arrays are structured: see the dtypes below, defined once in C++."""
+
+import enum
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+resident_dtype: np.dtype[np.void]
+batch_dtype: np.dtype[np.void]
+snapshot_dtype: np.dtype[np.void]
+step_dtype: np.dtype[np.void]
+query_dtype: np.dtype[np.void]
+forecast_dtype: np.dtype[np.void]
+event_dtype: np.dtype[np.void]
+
+class ForecastStatus(enum.IntEnum):
+    OK = 0
+    NO_SNAPSHOT = 1
+    NEVER = 2
+    BOUND = 3
+
+@final
+class SchedulerConfig:
+    """An engine's scheduling limits, under vLLM's own names."""
+
+    def __init__(
+        self,
+        *,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        block_size: int,
+        num_blocks: int,
+        max_model_len: int,
+        policy: str = "fcfs",
+        enable_chunked_prefill: bool = True,
+        enable_prefix_caching: bool = True,
+        async_scheduling: bool = False,
+        long_prefill_token_threshold: int = 0,
+        long_prefill_token_threshold_adaptive: bool = False,
+        watermark: float = 0.0,
+        scheduler_reserve_full_isl: bool = True,
+        max_num_active_seqs: int = 0,
+    ) -> None: ...
+    @property
+    def max_num_batched_tokens(self) -> int: ...
+    @property
+    def max_num_seqs(self) -> int: ...
+    @property
+    def max_num_active_seqs(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def long_prefill_token_threshold(self) -> int: ...
+    @property
+    def policy(self) -> str: ...
+    @property
+    def enable_chunked_prefill(self) -> bool: ...
+    @property
+    def enable_prefix_caching(self) -> bool: ...
+    @property
+    def async_scheduling(self) -> bool: ...
+    @property
+    def long_prefill_token_threshold_adaptive(self) -> bool: ...
+    @property
+    def scheduler_reserve_full_isl(self) -> bool: ...
+    @property
+    def watermark(self) -> float: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __getstate__(self) -> bytes: ...
+    def __setstate__(self, state: bytes, /) -> None: ...
+
+@final
+class BatchTime:
+    """Eq. 9: seconds a batch takes; coefficients in seconds."""
+
+    def __init__(self, b0_s: float, b1_s: float, b2_s: float, b3_s: float) -> None: ...
+    @property
+    def b0_s(self) -> float: ...
+    @property
+    def b1_s(self) -> float: ...
+    @property
+    def b2_s(self) -> float: ...
+    @property
+    def b3_s(self) -> float: ...
+    def seconds(self, tokens: int, decode_context_tokens: int, prefill_attention: int) -> float: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __getstate__(self) -> tuple[float, float, float, float]: ...
+    def __setstate__(self, state: tuple[float, float, float, float], /) -> None: ...
+
+@final
+class Snapshot:
+    """One consistent state of an engine."""
+
+    @property
+    def config(self) -> SchedulerConfig: ...
+    @property
+    def header(self) -> Any:
+        """A scalar of snapshot_dtype."""
+
+    @property
+    def residents(self) -> NDArray[np.void]:
+        """resident_dtype, in running order and then in queue order."""
+
+    def to_bytes(self) -> bytes: ...
+    @staticmethod
+    def from_bytes(data: bytes) -> Snapshot:
+        """ValueError on anything truncated, corrupt or of another layout version."""
+
+@final
+class SnapshotWriter:
+    """Publishes an engine's snapshots and step records through a file of shared memory."""
+
+    def __init__(
+        self,
+        path: str,
+        config: SchedulerConfig,
+        max_residents: int = 4096,
+        max_steps: int = 8192,
+    ) -> None: ...
+    def publish(
+        self,
+        published_s: float,
+        free_blocks: int,
+        in_flight: NDArray[np.void],
+        residents: NDArray[np.void],
+    ) -> None:
+        """in_flight: batch_dtype, oldest first; residents: resident_dtype, running first."""
+
+    def record_step(self, step: NDArray[np.void]) -> None:
+        """One step_dtype record; its sequence is filled in."""
+
+    def close(self) -> None:
+        """Unlinks the file."""
+
+@final
+class SnapshotReader:
+    """FileNotFoundError without the file, ValueError for one of another kind."""
+
+    def __init__(self, path: str) -> None: ...
+    @property
+    def sequence(self) -> int:
+        """Number of the newest snapshot; 0 before the first."""
+
+    @property
+    def config(self) -> SchedulerConfig: ...
+    @property
+    def writer_pid(self) -> int: ...
+    def read(self) -> Snapshot | None:
+        """The newest complete snapshot; None before the first."""
+
+    def read_steps(self, after: int = 0) -> NDArray[np.void]:
+        """step_dtype records with sequence > after that the ring still holds."""
+
+@final
+class Fleet:
+    """The router's picture of every instance. Thread-safe.
+
+    IndexError for an unknown or removed instance."""
+
+    def __init__(self) -> None: ...
+    def add(self, config: SchedulerConfig, batch_time: BatchTime, length_sigma: float = 0.0) -> int:
+        """Returns the instance's number."""
+
+    def remove(self, instance: int) -> None: ...
+    def attach(self, instance: int, path: str) -> None: ...
+    def update(self, instance: int, snapshot: bytes) -> bool:
+        """False if it is not newer than the one held; ValueError if it is not a snapshot."""
+
+    def calibrate(self, instance: int, batch_time: BatchTime) -> None: ...
+    def book(
+        self,
+        instance: int,
+        request_id: int,
+        arrival_s: float,
+        prompt_tokens: int,
+        predicted_output_tokens: float,
+        max_tokens: int,
+        priority: int = 0,
+    ) -> None: ...
+    def unbook(self, instance: int, request_id: int) -> bool: ...
+    def snapshot(self, instance: int) -> Snapshot | None: ...
+    def forecast(self, now_s: float, queries: NDArray[np.void]) -> NDArray[np.void]:
+        """query_dtype[n] to forecast_dtype[n]; IndexError for an unknown instance."""
+
+@final
+class EmulatedEngine:
+    """The scheduler in real time, batch times from a model."""
+
+    def __init__(
+        self, config: SchedulerConfig, batch_time: BatchTime, snapshot_path: str
+    ) -> None: ...
+    def submit(
+        self,
+        request_id: int,
+        prompt_token_ids: NDArray[np.int32],
+        output_tokens: int,
+        max_tokens: int,
+        predicted_output_tokens: float,
+        priority: int,
+        arrival_s: float,
+    ) -> None:
+        """Ends by EOS after output_tokens where that is below max_tokens.
+
+        ValueError for a request that could never run."""
+
+    def abort(self, request_id: int) -> None: ...
+    def fileno(self) -> int:
+        """Readable while events wait."""
+
+    def poll(self) -> NDArray[np.void]:
+        """event_dtype, one for each token since the last call."""
+
+    def error(self) -> str | None: ...
+    def stop(self) -> None: ...
+
+def replay(
+    config: SchedulerConfig,
+    requests: list[dict[str, Any]],
+    batch_time: BatchTime | None = None,
+    idle_sleep_s: float = 0.0,
+    max_steps: int = 200000,
+) -> tuple[list[dict[str, Any]], list[list[float]]]:
+    """Steps and, by request, token times; RuntimeError if max_steps do not finish it."""
+
+def block_keys(token_ids: NDArray[np.int32], block_size: int) -> NDArray[np.uint64]:
+    """Keys of the full blocks, each for its content and all before it."""
+
+def expected_output_tokens(predicted: float, sigma: float, outputs: int) -> int:
+    """Total length expected of an answer that has `outputs` tokens already."""

@@ -1,0 +1,201 @@
+#include "sfs/emulated_engine.h"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+#include "sfs/engine_state.h"
+#include "sfs/forecast.h"
+
+namespace sfs {
+namespace {
+
+using Clock = std::chrono::system_clock;
+constexpr double idle_sleep_s = 1e-3;  // rule 24
+// An idle engine says so again and again, so that silence means trouble.
+constexpr auto heartbeat = std::chrono::milliseconds(250);
+constexpr std::uint32_t max_residents = 16384;
+constexpr std::uint32_t max_steps = 8192;
+
+double unix_time_s() {
+  return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
+}
+
+void sleep_until(double at_s) {
+  const auto since_epoch = std::chrono::duration<double>(at_s);
+  std::this_thread::sleep_until(
+      Clock::time_point(std::chrono::duration_cast<Clock::duration>(since_epoch)));
+}
+
+}  // namespace
+
+std::vector<BlockKey> block_keys(std::span<const std::int32_t> token_ids, std::int32_t block_size) {
+  std::vector<BlockKey> keys;
+  const auto size = static_cast<std::size_t>(block_size);
+  keys.reserve(token_ids.size() / size);
+  std::uint64_t hash = 0xcbf29ce484222325ULL;
+  for (std::size_t i = 0; i < token_ids.size(); ++i) {
+    hash = (hash ^ static_cast<std::uint32_t>(token_ids[i])) * 0x9e3779b97f4a7c15ULL;
+    hash ^= hash >> 29;
+    if ((i + 1) % size == 0) keys.push_back(hash);
+  }
+  return keys;
+}
+
+EmulatedEngine::EmulatedEngine(const SchedulerConfig& config, const BatchTime& batch_time,
+                               const std::string& snapshot_path)
+    : loop_(config, batch_time), writer_(snapshot_path, config, max_residents, max_steps) {
+  event_fd_ = ::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+  if (event_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+  publish();
+  thread_ = std::thread([this] { run(); });
+}
+
+EmulatedEngine::~EmulatedEngine() {
+  stop();
+  ::close(event_fd_);
+}
+
+void EmulatedEngine::submit(Request request, std::span<const std::int32_t> prompt_token_ids) {
+  const SchedulerConfig& config = loop_.scheduler.config();
+  request.prompt_tokens = static_cast<std::int32_t>(prompt_token_ids.size());
+  if (request.prompt_tokens < 1) throw std::invalid_argument("the prompt has no tokens");
+  if (request.max_tokens < 1 || request.output_tokens < 1)
+    throw std::invalid_argument("max_tokens and output_tokens must be at least 1");
+  if (!can_be_admitted(config, request.prompt_tokens))
+    throw std::invalid_argument("a prompt of " + std::to_string(request.prompt_tokens) +
+                                " tokens can never be admitted (max_model_len " +
+                                std::to_string(config.max_model_len) + ")");
+  Submission submission{request, {}};
+  if (config.enable_prefix_caching)
+    submission.keys = block_keys(prompt_token_ids, config.block_size);
+  const std::lock_guard lock(mutex_);
+  if (stopping_ || error_) throw std::runtime_error("the emulated engine has stopped");
+  submission.request.rank = next_rank_++;
+  submissions_.push_back(std::move(submission));
+  wake_.notify_one();
+}
+
+void EmulatedEngine::abort(std::uint64_t request_id) {
+  const std::lock_guard lock(mutex_);
+  aborts_.push_back(request_id);
+  wake_.notify_one();
+}
+
+std::vector<EngineEvent> EmulatedEngine::take_events() {
+  std::uint64_t count = 0;
+  [[maybe_unused]] const auto drained = ::read(event_fd_, &count, sizeof count);
+  const std::lock_guard lock(mutex_);
+  return std::exchange(events_, {});
+}
+
+std::optional<std::string> EmulatedEngine::error() const {
+  const std::lock_guard lock(mutex_);
+  return error_;
+}
+
+void EmulatedEngine::stop() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    wake_.notify_one();
+  }
+  if (thread_.joinable()) thread_.join();
+  writer_.close();
+}
+
+void EmulatedEngine::run() {
+  try {
+    loop_until_stopped();
+  } catch (const std::exception& failure) {
+    const std::lock_guard lock(mutex_);
+    error_ = failure.what();
+    signal();
+  }
+}
+
+void EmulatedEngine::loop_until_stopped() {
+  while (take_submissions()) {
+    const EngineLoop::Pass pass = loop_.schedule(unix_time_s());
+    if (pass.scheduled) publish();
+    if (pass.waits) complete_oldest();
+    if (!pass.executed && loop_.scheduler.has_requests()) sleep_until(unix_time_s() + idle_sleep_s);
+  }
+}
+
+bool EmulatedEngine::take_submissions() {
+  outgoing_.clear();
+  {
+    std::unique_lock lock(mutex_);
+    const auto has_news = [this] { return stopping_ || !submissions_.empty() || !aborts_.empty(); };
+    while (!loop_.busy() && !wake_.wait_for(lock, heartbeat, has_news)) publish();
+    if (stopping_) return false;
+    for (Submission& submission : submissions_)
+      loop_.scheduler.add(submission.request, std::move(submission.keys));
+    submissions_.clear();
+    const double now_s = unix_time_s();
+    for (const std::uint64_t id : aborts_)
+      if (loop_.scheduler.abort(id))
+        outgoing_.push_back({id, 0, static_cast<std::int32_t>(Finish::abort), now_s});
+    aborts_.clear();
+  }
+  notify(outgoing_);
+  return true;
+}
+
+void EmulatedEngine::complete_oldest() {
+  const InFlight& batch = loop_.oldest();
+  sleep_until(batch.end_s);
+  const double done_s = unix_time_s();
+  const BatchShape& shape = batch.batch.shape;
+  if (shape.tokens > 0) {
+    StepRecord step{};
+    step.scheduled_s = batch.scheduled_s;
+    step.started_s = std::max(batch.scheduled_s, previous_done_s_);
+    step.done_s = done_s;
+    for (const Scheduled& entry : batch.batch.entries) {
+      ++(entry.decode ? step.decode_requests : step.prefill_requests);
+      if (!entry.decode) step.prefill_tokens += entry.tokens;
+    }
+    step.preempted = static_cast<std::int32_t>(batch.batch.preempted.size());
+    step.decode_context_tokens = shape.decode_context_tokens;
+    step.prefill_attention = shape.prefill_attention;
+    step.running = static_cast<std::int32_t>(loop_.scheduler.running().size());
+    step.waiting = static_cast<std::int32_t>(loop_.scheduler.waiting().size());
+    step.free_blocks = loop_.scheduler.free_blocks();
+    writer_.record_step(step);
+    previous_done_s_ = done_s;
+  }
+  tokens_.clear();
+  loop_.complete_oldest(tokens_);
+  outgoing_.clear();
+  for (const Token& token : tokens_)
+    outgoing_.push_back(
+        {token.request_id, token.outputs, static_cast<std::int32_t>(token.finish), done_s});
+  notify(outgoing_);
+}
+
+void EmulatedEngine::publish() {
+  capture(loop_, unix_time_s(), scratch_);
+  writer_.publish(scratch_.header, scratch_.residents.data(), scratch_.residents.size());
+}
+
+void EmulatedEngine::notify(std::span<const EngineEvent> events) {
+  if (events.empty()) return;
+  const std::lock_guard lock(mutex_);
+  events_.insert(events_.end(), events.begin(), events.end());
+  signal();
+}
+
+void EmulatedEngine::signal() {
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const auto written = ::write(event_fd_, &one, sizeof one);
+}
+
+}  // namespace sfs

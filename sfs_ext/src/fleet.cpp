@@ -1,0 +1,185 @@
+#include "sfs/fleet.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+#include <unordered_set>
+#include <utility>
+
+#include "sfs/engine_state.h"
+
+namespace sfs {
+namespace {
+
+// A queued request's whole known sequence, a running one's uncomputed prompt.
+std::int64_t remaining_prefill_tokens(const Resident& resident) {
+  if (resident.status != static_cast<std::uint8_t>(Status::running))
+    return resident.prompt_tokens + resident.output_tokens;
+  return std::max(resident.prompt_tokens - resident.computed_tokens, 0);
+}
+
+// Shared memory shows a step as soon as it is scheduled. None newer to be seen means that the
+// batch at hand still runs, however long it was thought to take.
+void hold_until(EngineLoop& loop, double now_s) {
+  if (loop.in_flight() == 0 || loop.oldest().end_s >= now_s) return;
+  loop.oldest().end_s = now_s;
+  loop.device_free_s = now_s;
+  if (loop.in_flight() < 2) return;
+  InFlight& queued = loop.newest();
+  queued.start_s = now_s;
+  queued.end_s = now_s + loop.batch_time.seconds(queued.batch.shape);
+  loop.device_free_s = queued.end_s;
+}
+
+}  // namespace
+
+std::int32_t Fleet::add(const SchedulerConfig& config, const BatchTime& batch_time,
+                        double length_sigma) {
+  config.validate();
+  if (!(length_sigma >= 0.0) || std::isinf(length_sigma))
+    throw std::invalid_argument("fleet: length_sigma must be finite and >= 0");
+  auto instance = std::make_shared<Instance>();
+  instance->batch_time = batch_time;
+  instance->length_sigma = length_sigma;
+  instance->snapshot.config = config;
+  const std::unique_lock lock(mutex_);
+  instances_.push_back(std::move(instance));
+  return static_cast<std::int32_t>(instances_.size() - 1);
+}
+
+void Fleet::remove(std::int32_t instance) {
+  at(instance);
+  const std::unique_lock lock(mutex_);
+  instances_[static_cast<std::size_t>(instance)].reset();
+}
+
+std::shared_ptr<Fleet::Instance> Fleet::at(std::int32_t instance) const {
+  const std::shared_lock lock(mutex_);
+  const auto index = static_cast<std::size_t>(instance);
+  if (instance < 0 || index >= instances_.size() || !instances_[index])
+    throw std::out_of_range("fleet: no instance " + std::to_string(instance));
+  return instances_[index];
+}
+
+void Fleet::attach(std::int32_t number, const std::string& path) {
+  SnapshotReader reader(path);
+  const auto instance = at(number);
+  const std::lock_guard lock(instance->mutex);
+  instance->reader.emplace(std::move(reader));
+}
+
+bool Fleet::update(std::int32_t number, Snapshot snapshot) {
+  const auto instance = at(number);
+  const std::lock_guard lock(instance->mutex);
+  if (snapshot.header.sequence <= instance->snapshot.header.sequence) return false;
+  std::swap(instance->incoming, snapshot);
+  instance->accept();
+  return true;
+}
+
+void Fleet::calibrate(std::int32_t number, const BatchTime& batch_time) {
+  const auto instance = at(number);
+  const std::lock_guard lock(instance->mutex);
+  instance->batch_time = batch_time;
+  if (instance->snapshot.header.sequence > 0)
+    restore(instance->snapshot, batch_time, instance->length_sigma, instance->loop);
+}
+
+void Fleet::book(std::int32_t number, const Arrival& arrival) {
+  const auto instance = at(number);
+  const std::lock_guard lock(instance->mutex);
+  auto& bookings = instance->bookings;
+  const auto later = std::upper_bound(
+      bookings.begin(), bookings.end(), arrival.arrival_s,
+      [](double arrival_s, const Arrival& other) { return arrival_s < other.arrival_s; });
+  bookings.insert(later, arrival);
+}
+
+bool Fleet::unbook(std::int32_t number, std::uint64_t request_id) {
+  const auto instance = at(number);
+  const std::lock_guard lock(instance->mutex);
+  return std::erase_if(instance->bookings,
+                       [=](const Arrival& booked) { return booked.id == request_id; }) > 0;
+}
+
+std::optional<Snapshot> Fleet::snapshot(std::int32_t number) {
+  const auto instance = at(number);
+  const std::lock_guard lock(instance->mutex);
+  instance->refresh();
+  if (instance->snapshot.header.sequence == 0) return std::nullopt;
+  return instance->snapshot;
+}
+
+void Fleet::Instance::refresh() {
+  if (!reader || reader->sequence() <= snapshot.header.sequence) return;
+  if (reader->read(incoming) && incoming.header.sequence > snapshot.header.sequence) accept();
+}
+
+void Fleet::Instance::accept() {
+  std::swap(snapshot, incoming);
+  queued_prefill_tokens = 0;
+  for (const Resident& resident : snapshot.residents)
+    queued_prefill_tokens += remaining_prefill_tokens(resident);
+  restore(snapshot, batch_time, length_sigma, loop);
+  if (bookings.empty()) return;
+  std::unordered_set<std::uint64_t> named;
+  for (const Resident& resident : snapshot.residents) named.insert(resident.id);
+  std::erase_if(bookings, [&](const Arrival& booked) { return named.contains(booked.id); });
+}
+
+void Fleet::forecast(double now_s, std::span<const CandidateQuery> queries,
+                     std::span<CandidateForecast> into) {
+  for (std::size_t i = 0; i < queries.size(); ++i)
+    into[i] = forecast_one(*at(queries[i].instance), now_s, queries[i]);
+}
+
+CandidateForecast Fleet::forecast_one(Instance& instance, double now_s,
+                                      const CandidateQuery& query) {
+  static thread_local EngineLoop loop;
+  static thread_local std::vector<Arrival> ahead;
+  CandidateForecast forecast{};
+  forecast.instance = query.instance;
+  forecast.age_s = std::numeric_limits<double>::quiet_NaN();
+  double published_s = 0.0;
+  {
+    const std::lock_guard lock(instance.mutex);
+    instance.refresh();
+    const SnapshotHeader& header = instance.snapshot.header;
+    forecast.booked = static_cast<std::int32_t>(instance.bookings.size());
+    forecast.running = header.running;
+    forecast.waiting = header.waiting + header.omitted + forecast.booked;
+    forecast.queued_prefill_tokens = instance.queued_prefill_tokens;
+    for (const Arrival& booked : instance.bookings)
+      forecast.queued_prefill_tokens += booked.prompt_tokens;
+    if (header.sequence == 0) {
+      forecast.status =
+          static_cast<std::int32_t>(can_be_admitted(instance.snapshot.config, query.prompt_tokens)
+                                        ? ForecastStatus::no_snapshot
+                                        : ForecastStatus::never);
+      forecast.ttft_s = forecast.waiting_s = std::numeric_limits<double>::infinity();
+      return forecast;
+    }
+    published_s = header.published_s;
+    loop = instance.loop;
+    ahead.assign(instance.bookings.begin(), instance.bookings.end());
+    forecast.age_s = now_s - published_s;
+    if (instance.reader) hold_until(loop, now_s - published_s);
+  }
+  for (Arrival& booked : ahead) booked.arrival_s -= published_s;
+  const Arrival arrival{.id = 0,
+                        .arrival_s = query.arrival_s - published_s,
+                        .prompt_tokens = query.prompt_tokens,
+                        .predicted_output_tokens = query.predicted_output_tokens,
+                        .max_tokens = query.max_tokens,
+                        .priority = query.priority};
+  const FirstToken first = forecast_first_token(loop, ahead, arrival);
+  forecast.status = static_cast<std::int32_t>(first.status);
+  forecast.waiting_s = first.waiting_s;
+  forecast.prefill_s = first.prefill_s;
+  forecast.ttft_s = first.waiting_s + first.prefill_s;
+  forecast.batches = first.batches;
+  return forecast;
+}
+
+}  // namespace sfs

@@ -1,0 +1,211 @@
+// A forecast from a snapshot has to equal the engine run on: same waiting, same prefill.
+#include "sfs/forecast.h"
+
+#include <algorithm>
+#include <random>
+#include <vector>
+
+#include "check.h"
+#include "sfs/engine_loop.h"
+#include "sfs/engine_state.h"
+
+using namespace sfs;
+
+namespace {
+
+class Dice {
+ public:
+  explicit Dice(std::uint32_t seed) : engine_(seed) {}
+  int from(int low, int high) { return std::uniform_int_distribution(low, high)(engine_); }
+  bool coin() { return from(0, 1) == 1; }
+  double real(double low, double high) {
+    return std::uniform_real_distribution(low, high)(engine_);
+  }
+
+ private:
+  std::mt19937 engine_;
+};
+
+SchedulerConfig random_config(Dice& dice) {
+  SchedulerConfig config;
+  config.block_size = dice.coin() ? 16 : 4;
+  config.max_num_batched_tokens = dice.from(16, 400);
+  config.max_num_seqs = dice.from(1, 24);
+  config.max_model_len = 512;
+  config.num_blocks = dice.from(512 / config.block_size + 2, 3 * 512 / config.block_size);
+  config.policy = dice.coin() ? Policy::fcfs : Policy::priority;
+  config.async_scheduling = dice.coin();
+  config.enable_chunked_prefill = dice.from(0, 3) > 0;
+  config.enable_prefix_caching = false;
+  config.long_prefill_token_threshold = dice.from(0, 2) == 0 ? dice.from(8, 64) : 0;
+  config.watermark = dice.from(0, 2) == 0 ? 0.05 : 0.0;
+  if (!config.enable_chunked_prefill) config.max_num_batched_tokens = 512;
+  return config;
+}
+
+Request random_request(Dice& dice, std::uint64_t id, double arrival_s) {
+  Request request;
+  request.id = id;
+  request.rank = static_cast<std::uint32_t>(id);
+  request.arrival_s = arrival_s;
+  request.prompt_tokens = dice.from(1, 200);
+  request.output_tokens = dice.from(1, 80);
+  request.max_tokens = request.output_tokens + (dice.coin() ? 0 : dice.from(1, 40));
+  request.priority = dice.from(0, 3);
+  request.predicted_output_tokens = static_cast<float>(request.output_tokens);
+  return request;
+}
+
+struct Times {
+  double waiting_s = 0.0;
+  double ttft_s = 0.0;
+};
+
+// The truth: the live loop itself, driven on with the query's arrival.
+Times run_on(EngineLoop loop, EngineLoop::Pass pass, double now_s, Request query,
+             std::vector<Request> ahead) {
+  std::vector<Token> tokens;
+  bool begun = false;
+  double begun_s = 0.0;
+  Slot slot = 0;
+  bool added = false;
+  auto next = ahead.begin();
+  for (;;) {
+    if (pass.waits) {
+      now_s = std::max(now_s, loop.oldest().end_s);
+      tokens.clear();
+      loop.complete_oldest(tokens);
+      for (const Token& token : tokens)
+        if (token.request_id == query.id)
+          return {begun_s - query.arrival_s, now_s - query.arrival_s};
+    }
+    if (!pass.executed && loop.scheduler.has_requests()) now_s += 1e-3;
+    if (!loop.busy())
+      now_s = std::max(now_s, next == ahead.end() ? query.arrival_s : next->arrival_s);
+    for (; next != ahead.end() && next->arrival_s <= now_s; ++next) loop.scheduler.add(*next);
+    if (!added && query.arrival_s <= now_s) {
+      slot = loop.scheduler.add(query);
+      added = true;
+    }
+    pass = loop.schedule(now_s);
+    if (added && !begun && loop.scheduler.request(slot).status == Status::running) {
+      begun = true;
+      begun_s = loop.newest().start_s;
+    }
+  }
+}
+
+int forecasts_equal_the_engine(std::uint32_t seed) {
+  Dice dice(seed);
+  const SchedulerConfig config = random_config(dice);
+  const BatchTime batch_time{2e-3, 1e-5, 3e-8, 1e-9};
+  EngineLoop loop(config, batch_time);
+  std::vector<Request> arrivals;
+  double at_s = 0.0;
+  for (std::uint64_t id = 1; id <= 40; ++id) {
+    at_s += dice.real(0.0, 0.02);
+    arrivals.push_back(random_request(dice, id, at_s));
+  }
+  auto next = arrivals.begin();
+  std::vector<Token> tokens;
+  double now_s = 0.0;
+  int compared = 0;
+  while (loop.busy() || next != arrivals.end()) {
+    if (!loop.busy()) now_s = std::max(now_s, next->arrival_s);
+    for (; next != arrivals.end() && next->arrival_s <= now_s; ++next) loop.scheduler.add(*next);
+    const EngineLoop::Pass pass = loop.schedule(now_s);
+
+    if (pass.scheduled && dice.from(0, 9) == 0) {
+      Snapshot snapshot;
+      capture(loop, now_s, snapshot);
+      snapshot.validate();
+      Request query = random_request(dice, 1000, now_s + dice.real(0.0, 0.01));
+      query.rank = 1000;
+      query.output_tokens = query.max_tokens;
+      std::vector<Request> ahead;
+      std::vector<Arrival> booked;
+      if (dice.coin()) {
+        Request other = random_request(dice, 999, query.arrival_s - dice.real(0.0, 0.01));
+        other.rank = 999;
+        ahead.push_back(other);
+        booked.push_back({.id = other.id,
+                          .arrival_s = other.arrival_s - now_s,
+                          .prompt_tokens = other.prompt_tokens,
+                          .predicted_output_tokens = other.predicted_output_tokens,
+                          .max_tokens = other.max_tokens,
+                          .priority = other.priority});
+      }
+      EngineLoop restored;
+      restore(snapshot, batch_time, 0.0, restored);
+      const FirstToken forecast =
+          forecast_first_token(restored, booked,
+                               {.id = query.id,
+                                .arrival_s = query.arrival_s - now_s,
+                                .prompt_tokens = query.prompt_tokens,
+                                .predicted_output_tokens = static_cast<double>(query.output_tokens),
+                                .max_tokens = query.max_tokens,
+                                .priority = query.priority});
+      const Times truth = run_on(loop, pass, now_s, query, ahead);
+      CHECK(forecast.status == ForecastStatus::ok);
+      if (std::abs(forecast.waiting_s + forecast.prefill_s - truth.ttft_s) > 1e-9 * truth.ttft_s)
+        std::fprintf(stderr, "seed %u, at %.6f s\n", seed, now_s);
+      CHECK_CLOSE(forecast.waiting_s + forecast.prefill_s, truth.ttft_s, 1e-9);
+      CHECK(std::abs(forecast.waiting_s - truth.waiting_s) <= 1e-9);
+      ++compared;
+    }
+    if (pass.waits) {
+      now_s = std::max(now_s, loop.oldest().end_s);
+      tokens.clear();
+      loop.complete_oldest(tokens);
+    }
+    if (!pass.executed && loop.scheduler.has_requests()) now_s += 1e-3;
+  }
+  return compared;
+}
+
+void impossible_prompts_are_never_served() {
+  Dice dice(1);
+  SchedulerConfig config = random_config(dice);
+  EngineLoop loop(config, BatchTime{1e-3, 0, 0, 0});
+  const FirstToken first =
+      forecast_first_token(loop, {}, {.prompt_tokens = config.max_model_len, .max_tokens = 1});
+  CHECK(first.status == ForecastStatus::never);
+  CHECK(std::isinf(first.waiting_s));
+}
+
+void every_simulation_is_bounded() {
+  Dice dice(2);
+  SchedulerConfig config = random_config(dice);
+  EngineLoop loop(config, BatchTime{1e-3, 0, 0, 0});
+  const FirstToken first = forecast_first_token(
+      loop, {}, {.arrival_s = 0.0, .prompt_tokens = 400, .max_tokens = 1}, /*max_passes=*/0);
+  CHECK(first.status == ForecastStatus::bound);
+  CHECK(std::isinf(first.waiting_s));
+}
+
+void outlived_predictions_get_a_conditional_length() {
+  CHECK(expected_output_tokens(100.0, 0.0, 0) == 100);
+  CHECK(expected_output_tokens(100.0, 0.0, 100) == 101);
+  CHECK(expected_output_tokens(100.0, 0.5, 0) == 100);
+  int previous = 0;
+  for (const int outputs : {0, 1, 10, 50, 100, 200, 1000, 100000}) {
+    const int expected = expected_output_tokens(100.0, 0.5, outputs);
+    CHECK(expected > outputs && expected >= previous);
+    previous = expected;
+  }
+  // E[X | X > 100] of a lognormal of mean 100, sigma 0.5: 100 Q(-0.25) / Q(0.25) with Q the upper
+  // tail of the normal, Q(0.25) = 0.401294.
+  CHECK(expected_output_tokens(100.0, 0.5, 100) == 150);
+}
+
+}  // namespace
+
+int main() {
+  int compared = 0;
+  for (std::uint32_t seed = 1; seed <= 300; ++seed) compared += forecasts_equal_the_engine(seed);
+  std::printf("%d forecasts equal to the engine\n", compared);
+  CHECK(compared > 1000);
+  impossible_prompts_are_never_served();
+  every_simulation_is_bounded();
+  outlived_predictions_get_a_conditional_length();
+}

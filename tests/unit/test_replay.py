@@ -1,0 +1,123 @@
+"""Workloads in, schedules out: hand-worked examples, and the command line around them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sfs_ext import replay_workload
+
+
+def workload(**config: Any) -> dict[str, Any]:
+    return {
+        "config": {"max_num_batched_tokens": 32, "num_blocks": 100} | config,
+        "requests": [
+            {"id": "a", "arrival": 0, "prompt_len": 40, "output_len": 3},
+            {"id": "b", "arrival": 0, "prompt_len": 8, "output_len": 2, "max_tokens": 5},
+        ],
+    }
+
+
+def test_chunked_prefill_shares_the_budget_in_arrival_order() -> None:
+    # 40 prompt tokens under a budget of 32: 32, then 8 beside the whole of b; the batch that ends
+    # a prefill emits the first token. b meets its EOS at 2 of at most 5.
+    batches = [step[0] for step in replay_workload(workload())["trace"]]
+    assert batches == [
+        [["a", 32]],
+        [["a", 8], ["b", 8]],
+        [["a", 1], ["b", 1]],
+        [["a", 1]],
+        [],
+    ]
+
+
+def test_blocks_are_counted_and_given_back() -> None:
+    trace = replay_workload(workload())["trace"]
+    # Usable blocks are 99; 32 tokens take 2 of 16, 40 take 3, b takes 1.
+    assert [step[3] for step in trace] == [97, 95, 95, 96, 99]
+    assert [step[2] for step in trace] == [[], [], ["b"], ["a"], []]
+
+
+def test_token_times_follow_the_time_model() -> None:
+    result = replay_workload(workload(time_model=[0.01, 0.001]))
+    first = 0.01 + 0.032
+    second = first + 0.01 + 0.016
+    third = second + 0.01 + 0.002
+    assert result["token_times"]["a"] == pytest.approx([second, third, third + 0.011])
+    assert result["token_times"]["b"] == pytest.approx([second, third])
+
+
+def test_async_scheduling_wastes_a_slot_behind_an_eos() -> None:
+    trace = replay_workload(workload(async_scheduling=True))["trace"]
+    decoded = [request for step in trace for request, tokens in step[0] if tokens == 1]
+    # Two outputs need one decode; the second was in flight when the EOS came back.
+    assert decoded.count("b") == 2
+
+
+def test_a_shared_prefix_is_computed_once() -> None:
+    shared = {"prompt_len": 40, "output_len": 1, "prefix_group": 0, "prefix_len": 32}
+    requests = [
+        {"id": "a", "arrival": 0, **shared},
+        {"id": "b", "arrival": 5, **shared},
+    ]
+    config = {"max_num_batched_tokens": 64, "enable_prefix_caching": True}
+    trace = replay_workload({"config": config, "requests": requests})["trace"]
+    assert [step[0] for step in trace if step[0]] == [[["a", 40]], [["b", 8]]]
+
+
+def test_unknown_settings_and_repeated_ids_are_named() -> None:
+    with pytest.raises(ValueError, match="block_sise"):
+        replay_workload(workload(block_sise=16))
+    twice = workload()
+    twice["requests"][1]["id"] = "a"
+    with pytest.raises(ValueError, match="unique"):
+        replay_workload(twice)
+
+
+def test_an_unfinished_workload_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="unfinished after 2 steps"):
+        replay_workload(workload(), max_steps=2)
+
+
+def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sfs_ext", *arguments], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_the_command_line_replays_json_lines(tmp_path: Path, compress: bool) -> None:
+    lines = "".join(json.dumps(workload() | {"seed": seed}) + "\n" for seed in (1, 2))
+    given = tmp_path / "workloads"
+    given.write_bytes(gzip.compress(lines.encode()) if compress else lines.encode())
+    written = tmp_path / "traces.jsonl"
+    done = run_module(str(given), "-o", str(written))
+    assert done.returncode == 0, done.stderr
+    traces = [json.loads(line) for line in written.read_text().splitlines()]
+    assert [trace["seed"] for trace in traces] == [1, 2]
+    assert traces[0]["trace"] == replay_workload(workload())["trace"]
+
+
+def test_the_command_line_replays_one_pretty_object(tmp_path: Path) -> None:
+    given = tmp_path / "workload.json"
+    given.write_text(json.dumps(workload(), indent=2))
+    done = run_module(str(given))
+    assert json.loads(done.stdout)["trace"] == replay_workload(workload())["trace"]
+
+
+def test_the_command_line_names_what_is_wrong(tmp_path: Path) -> None:
+    given = tmp_path / "workload.json"
+    given.write_text('{"config": {}}')
+    done = run_module(str(given))
+    assert done.returncode == 1
+    assert "requests" in done.stderr
+    assert "Traceback" not in done.stderr
+    missing = run_module(str(tmp_path / "nowhere.json"))
+    assert missing.returncode == 1
+    assert "nowhere.json" in missing.stderr
