@@ -14,6 +14,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 export PATH := $(abspath $(BIN)):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export RAY_USAGE_STATS_ENABLED := 0
+export VLLM_NO_USAGE_STATS := 1
 
 # A cluster of its own: `serve run` would otherwise join whichever Ray cluster runs on this machine.
 SERVE := $(BIN)/serve run --address local --name foretoken deployments.build:build
@@ -36,6 +37,7 @@ test: $(VENV)/.deps-cpu $(VENV)/.deps-dev $(VENV)/.extension
 	$(BIN)/cmake -S tests/cpp -B build/cpp-thread -G Ninja -DSANITIZER=thread
 	$(BIN)/cmake --build build/cpp-thread --target segment_test emulated_engine_test
 	$(BIN)/ctest --test-dir build/cpp-thread --output-on-failure --tests-regex "segment|emulated_engine"
+	$(BIN)/python -m deployments.smollm2 build/models
 	$(BIN)/python -m pytest --benchmark-disable
 
 lint: $(VENV)/.deps-dev $(VENV)/.extension

@@ -65,7 +65,7 @@ static_assert(std::is_trivially_copyable_v<SnapshotHeader>);
 struct StepRecord {
   std::uint64_t sequence;  // counts steps from 1
   double scheduled_s;
-  double started_s;  // max(scheduled, previous done): device time runs from here
+  double started_s;  // the previous done_s where the engine stayed busy, else scheduled_s
   double done_s;
   std::int32_t prefill_tokens;
   std::int32_t prefill_requests;
