@@ -21,6 +21,10 @@ SERVE := $(BIN)/serve run --address local --name foretoken deployments.build:bui
 
 setup: $(VENV)/.deps $(VENV)/.extension
 
+# Serve's own event loops hop threads on every message unless told otherwise; a stream pays for each.
+serve serve-cpu: export RAY_SERVE_THROUGHPUT_OPTIMIZED := 1
+serve serve-cpu: export RAY_SERVE_ENABLE_DIRECT_INGRESS := 0
+
 serve: setup
 	$(SERVE) pool=configs/pools/emulated.yaml
 

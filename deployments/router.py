@@ -1,0 +1,387 @@
+"""The Serve shell around ``app.router``: a query in, an answer's bytes out.
+
+Here lives what a decision needs from Serve: the fleet and its snapshots, the call to the chosen
+replica, and what is observed of it. The decision itself is ``app.router.Router.route``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.serve.exceptions import RayServeException, ReplicaUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from app.chat import PromptError
+from app.config import PoolSettings
+from app.identity import new_decision_id, request_key
+from app.prediction import PriorPredictor
+from app.records import DecisionRecord, RecordWriter
+from app.router import NoCandidate, Router
+from app.tokenizer import Tokenizers
+from app.types import AUTO, Decision, Query, TokenIds
+from deployments.hub import FleetVersion, FleetView
+from deployments.messages import (
+    Accepted,
+    Endpoint,
+    EngineEvent,
+    EngineRequest,
+    Failed,
+    Finished,
+    FirstToken,
+    InstanceReport,
+    Payload,
+)
+from deployments.metrics import RouterMetrics
+from deployments.openai_protocol import ApiError, Generation, parse
+from deployments.snapshots import SnapshotFeed
+
+logger = logging.getLogger("ray.serve")
+
+LONG_PROMPT_CHARACTERS = 20_000
+"""From here on tokenising would hold up the other requests."""
+HUB_RETRY_S = 1.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    decision: Decision
+    payloads: AsyncGenerator[bytes, None]
+    """SSE events when streaming, else the JSON body. ApiError where it breaks off; closing it
+    aborts the request. The first payload is already here: what came before it did not fail."""
+
+
+class _ReplicaLost(Exception):
+    """The replica died before the first token: another may still answer."""
+
+
+class QueryRouter:
+    """One per ingress replica; lives on its event loop."""
+
+    def __init__(
+        self,
+        settings: PoolSettings,
+        hub: DeploymentHandle,
+        engines: Mapping[str, DeploymentHandle],
+    ) -> None:
+        self._settings = settings
+        self._models = {model.name: model for model in settings.models}
+        self._hub = hub
+        self._engines = engines
+        self._tokenizers = Tokenizers(settings.tokenizers)
+        for name in settings.tokenizers:
+            # Loaded now rather than on somebody's first query.
+            self._tokenizers[name]
+        self._router = Router(settings, PriorPredictor(settings))
+        self._instances: dict[str, InstanceReport] = {}
+        self._node_id = ray.get_runtime_context().get_node_id()
+        self._feed = SnapshotFeed(self._deliver)
+        self._metrics = RouterMetrics()
+        folder = settings.router.records_dir
+        self._records = None if folder is None else RecordWriter(folder)
+        self._following = asyncio.create_task(self._follow_fleet())
+
+    @property
+    def missing_models(self) -> list[str]:
+        """Models of the pool that no instance serves now."""
+        served = {report.model for report in self._instances.values()}
+        return [name for name in self._models if name not in served]
+
+    async def explain(
+        self,
+        endpoint: Endpoint,
+        body: Mapping[str, Any],
+        arrived_s: float,
+        slo_ms: float | None,
+    ) -> Decision:
+        """The decision that ``answer`` would make; nothing is run or booked."""
+        generation = parse(endpoint, body)
+        query = await self._query(generation, arrived_s, slo_ms)
+        return self._decide(query, generation, frozenset(), dry_run=True)
+
+    async def answer(
+        self,
+        endpoint: Endpoint,
+        body: Mapping[str, Any],
+        arrived_s: float,
+        slo_ms: float | None,
+    ) -> Answer:
+        """Routes and runs. ApiError while nothing has been answered."""
+        generation = parse(endpoint, body)
+        query = await self._query(generation, arrived_s, slo_ms)
+        lost: frozenset[str] = frozenset()
+        while True:
+            decision = self._decide(query, generation, lost, dry_run=False)
+            payloads = self._run(query, endpoint, generation, body, decision)
+            try:
+                first = await anext(payloads)
+            except _ReplicaLost as error:
+                await self._hub.remove.remote(decision.choice.instance_id)
+                if lost:
+                    raise ApiError(
+                        503, f"two replicas died: {error}", type="server_error"
+                    ) from error
+                lost = frozenset({decision.choice.instance_id})
+                continue
+            return Answer(decision, _with_first(first, payloads))
+
+    def stop(self) -> None:
+        self._following.cancel()
+        self._feed.stop()
+        if self._records is not None:
+            self._records.close()
+
+    def _decide(
+        self,
+        query: Query,
+        generation: Generation,
+        exclude: frozenset[str],
+        dry_run: bool,
+    ) -> Decision:
+        try:
+            decision = self._router.route(query, exclude, dry_run)
+        except NoCandidate as error:
+            kind = "invalid_request_error" if error.status < 500 else "server_error"
+            param = generation.field_of(error.param)
+            raise ApiError(error.status, error.message, param, kind) from error
+        if not dry_run:
+            self._metrics.decided(decision)
+        return decision
+
+    async def _query(self, generation: Generation, arrived_s: float, slo_ms: float | None) -> Query:
+        tokenizers = dict.fromkeys(
+            model.tokenizer
+            for model in self._settings.models
+            if generation.model in (AUTO, model.name)
+        )
+        try:
+            text = generation.text
+            prompts = {name: await self._encode(generation, name, len(text)) for name in tokenizers}
+        except PromptError as error:
+            param = str(error).split(" ", 1)[0]
+            raise ApiError(400, str(error), param) from error
+        defaults, wanted = self._settings.router, generation.routing
+        slo_ms = _first(wanted.ttft_slo_ms, slo_ms, defaults.ttft_slo_ms, math.inf)
+        decision_id = new_decision_id()
+        return Query(
+            decision_id=decision_id,
+            request_key=request_key(decision_id),
+            model=generation.model,
+            prompts=prompts,
+            text=text,
+            arrived_s=arrived_s,
+            max_tokens=generation.output_limit,
+            priority=generation.priority,
+            ttft_slo_s=slo_ms / 1e3,
+            cost_weight=_first(wanted.lambda_per_microusd, defaults.lambda_per_microusd),
+            latency_weight=_first(wanted.delta_per_s, defaults.delta_per_s),
+            policy=_first(wanted.policy, defaults.policy),
+        )
+
+    async def _encode(self, generation: Generation, tokenizer: str, characters: int) -> TokenIds:
+        if characters < LONG_PROMPT_CHARACTERS:
+            return generation.encode(self._tokenizers[tokenizer])
+        return await asyncio.to_thread(generation.encode, self._tokenizers[tokenizer])
+
+    async def _run(
+        self,
+        query: Query,
+        endpoint: Endpoint,
+        generation: Generation,
+        body: Mapping[str, Any],
+        decision: Decision,
+    ) -> AsyncGenerator[bytes, None]:
+        """The chosen replica's payloads; however it ends, booking and record are settled."""
+        choice = decision.choice
+        seen = _Observed(query.arrived_s, sent_s=time.time(), streams=bool(generation.stream))
+        engine = self._engines[choice.model]
+        replica_id = self._instances[choice.instance_id].replica_id
+        # By value: a token through Ray's object store costs three times the CPU time.
+        call = engine.options(stream=True, _by_reference=False).generate.remote(
+            self._request(query, endpoint, body, decision), replica_id=replica_id
+        )
+        try:
+            async for batch in call:
+                for event in batch:
+                    if seen.first_token_arrives_with(event):
+                        self._router.observe_dispatch(
+                            choice.instance_id, seen.dispatch_s, seen.return_s
+                        )
+                        self._metrics.first_token(decision, seen.ttft_s)
+                    match event:
+                        case Payload(data):
+                            yield data
+                        case Finished(_, output_tokens, finish_reason):
+                            seen.output_tokens, seen.ending = (
+                                output_tokens,
+                                finish_reason,
+                            )
+                        case Failed(status, error):
+                            raise ApiError.of(status, error)
+        except (GeneratorExit, asyncio.CancelledError):
+            call.cancel()
+            raise
+        except ApiError:
+            seen.ending = "error"
+            raise
+        except Exception as error:
+            seen.ending = "error"
+            if isinstance(error, ReplicaUnavailableError | RayActorError) and seen.first_s is None:
+                raise _ReplicaLost(f"{choice.instance_id}: {error}") from error
+            logger.exception("%s broke off on %s", decision.decision_id, choice.instance_id)
+            message = f"{choice.instance_id} failed: {error}"
+            raise ApiError(500, message, type="server_error") from error
+        finally:
+            self._router.release(decision)
+            self._metrics.ended(choice.model, seen.ending)
+            if self._records is not None:
+                self._records.add(seen.record(query, decision))
+
+    def _request(
+        self,
+        query: Query,
+        endpoint: Endpoint,
+        body: Mapping[str, Any],
+        decision: Decision,
+    ) -> EngineRequest:
+        choice = decision.choice
+        model = self._models[choice.model]
+        room_tokens = model.context_tokens - choice.prompt_tokens
+        engine_body = {name: value for name, value in body.items() if name != "routing"}
+        return EngineRequest(
+            decision_id=query.decision_id,
+            request_key=query.request_key,
+            endpoint=endpoint,
+            body={**engine_body, "model": choice.model},
+            prompt_token_ids=query.prompts[model.tokenizer],
+            max_tokens=min(_first(query.max_tokens, room_tokens), room_tokens),
+            predicted_output_tokens=choice.predicted_output_tokens,
+            priority=query.priority,
+            arrived_s=query.arrived_s,
+        )
+
+    async def _follow_fleet(self) -> None:
+        version: FleetVersion | None = None
+        while True:
+            try:
+                view: FleetView = await self._hub.fleet.remote(version)
+            except (RayError, RayServeException) as error:
+                # Serve restarts the hub; meanwhile the fleet is as it was.
+                logger.warning("the hub does not answer: %s", error)
+                await asyncio.sleep(HUB_RETRY_S)
+                continue
+            self._apply(view)
+            version = view.version
+
+    def _apply(self, view: FleetView) -> None:
+        fleet = {report.instance_id: report for report in view.instances}
+        for instance_id in self._instances.keys() - fleet.keys():
+            self._feed.unsubscribe(instance_id)
+            self._router.remove_instance(instance_id)
+            del self._instances[instance_id]
+        for instance_id, report in fleet.items():
+            if self._instances.get(instance_id) == report:
+                continue
+            spec = self._models[report.model].instance_spec(
+                instance_id,
+                report.scheduler,
+                report.batch_time,
+                report.prefill_tokens_per_s,
+                report.decode_step_s,
+            )
+            here = report.node_id == self._node_id
+            self._router.add_instance(spec, report.snapshot_path if here else None)
+            self._instances[instance_id] = report
+            if not here:
+                self._feed.subscribe(instance_id, report.snapshot_endpoint)
+
+    def _deliver(self, instance_id: str, snapshot: bytes) -> None:
+        try:
+            self._router.update_snapshot(instance_id, snapshot)
+        except ValueError as error:
+            # Of another version of the layout: the instance goes stale, and forecasts say so.
+            logger.warning("snapshot of %s dropped: %s", instance_id, error)
+
+
+@dataclass(slots=True)
+class _Observed:
+    """What the ingress sees of one request; Unix times."""
+
+    arrived_s: float
+    sent_s: float
+    streams: bool
+    accepted_s: float | None = None
+    engine_first_s: float | None = None
+    first_s: float | None = None
+    output_tokens: int = 0
+    ending: str = "disconnected"
+    """The engine's finish reason, or ``error``; as it stands until one is known."""
+
+    def first_token_arrives_with(self, event: EngineEvent) -> bool:
+        """A stream's first bytes; of a whole answer, the engine's word that it has begun."""
+        match event:
+            case Accepted(at_s):
+                self.accepted_s = at_s
+            case FirstToken(at_s):
+                self.engine_first_s = at_s
+        awaited = Payload if self.streams else FirstToken
+        known = self.accepted_s is not None and self.engine_first_s is not None
+        if self.first_s is not None or not known or not isinstance(event, awaited):
+            return False
+        self.first_s = time.time()
+        return True
+
+    @property
+    def ttft_s(self) -> float | None:
+        return _since(self.arrived_s, self.first_s)
+
+    @property
+    def dispatch_s(self) -> float | None:
+        return _since(self.sent_s, self.accepted_s)
+
+    @property
+    def return_s(self) -> float | None:
+        return _since(self.engine_first_s, self.first_s)
+
+    def record(self, query: Query, decision: Decision) -> DecisionRecord:
+        return DecisionRecord(
+            decision=decision,
+            requested_model=query.model,
+            arrived_s=query.arrived_s,
+            finished_s=time.time(),
+            max_tokens=query.max_tokens,
+            priority=query.priority,
+            ttft_s=self.ttft_s,
+            engine_ttft_s=_since(self.accepted_s, self.engine_first_s),
+            dispatch_s=self.dispatch_s,
+            output_tokens=self.output_tokens,
+            finish_reason=self.ending,
+        )
+
+
+def _since(start_s: float | None, end_s: float | None) -> float | None:
+    return None if start_s is None or end_s is None else end_s - start_s
+
+
+def _first(*values: T | None) -> T:
+    """The first that is given."""
+    return next(value for value in values if value is not None)
+
+
+async def _with_first(
+    first: bytes, rest: AsyncGenerator[bytes, None]
+) -> AsyncGenerator[bytes, None]:
+    async with aclosing(rest):
+        yield first
+        async for payload in rest:
+            yield payload

@@ -1,0 +1,46 @@
+"""What the warm-up drives through an engine is enough to fit its batch times."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from numpy.typing import NDArray
+
+from app.calibration import fit_batch_time
+from app.config import EmulatedEngineSettings
+from deployments.emulated_engine import EmulatedEngine
+from deployments.warm_up import warm_up
+from sfs_ext import SnapshotReader
+
+SETTINGS = EmulatedEngineSettings.model_validate(
+    {
+        "kind": "emulated",
+        "hardware": "none",
+        "scheduler": {
+            "max_num_batched_tokens": 2048,
+            "max_num_seqs": 64,
+            "block_size": 16,
+            "num_blocks": 4000,
+            "async_scheduling": False,
+        },
+        "batch_time": {"b0_s": 4e-3, "b1_s": 1e-5, "b2_s": 1e-7, "b3_s": 1e-9},
+        "output_tokens": {"mean": 50, "sigma": 0.5},
+    }
+)
+
+
+def test_fits_the_engine_it_drove(tmp_path: Path) -> None:
+    async def drive() -> NDArray[Any]:
+        engine = EmulatedEngine(SETTINGS, 4096, str(tmp_path / "snapshot"))
+        await warm_up(engine, "model", time_limit_s=20)
+        steps = SnapshotReader(engine.snapshot_path).read_steps(0)
+        await engine.stop()
+        return steps
+
+    fit = fit_batch_time(asyncio.run(drive()))
+    true = SETTINGS.batch_time.batch_time()
+    for batch in [(1, 100, 0), (8, 8000, 0), (512, 0, 512 * 513 // 2), (2048, 0, 2048 * 2049 // 2)]:
+        assert fit.batch_time.seconds(*batch) == pytest.approx(true.seconds(*batch), rel=0.15)
