@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import assert_never
 
@@ -17,9 +17,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from app.calibration import fit_batch_time
 from app.config import EmulatedEngineSettings, ModelSettings, VllmEngineSettings
-from app.estimators import throughput_rates
 from deployments.emulated_engine import EmulatedEngine
 from deployments.event_stream import EventStream
 from deployments.hub import REPORT_INTERVAL_S
@@ -30,8 +28,9 @@ from deployments.messages import (
     InstanceReport,
 )
 from deployments.snapshots import SnapshotRelay
+from deployments.timing import Timing, given, measured
 from deployments.warm_up import warm_up
-from sfs_ext import BatchTime, SnapshotReader
+from sfs_ext import SnapshotReader
 
 logger = logging.getLogger("ray.serve")
 
@@ -39,8 +38,11 @@ SNAPSHOT_DIR = Path("/dev/shm")
 SNAPSHOT_PREFIX = "foretoken-"
 FLUSH_INTERVAL_S = 0.02
 """Tokens that follow one another closer than this travel together."""
-FLUSHES_PER_S = 600
-"""Of all the replica's streams together: what Serve carries beside the first tokens in time."""
+FLUSHES_PER_S = 100 * (os.cpu_count() or 1)
+"""Of all the replica's streams together: each costs Serve about a millisecond of a core on its way
+to the client, and first tokens must not wait for them."""
+REFIT_INTERVAL_S = 10.0
+"""Where batch times are measured: how often, so that they follow the machine's load."""
 
 
 class EngineReplica:
@@ -52,7 +54,6 @@ class EngineReplica:
         path = str(SNAPSHOT_DIR / f"{SNAPSHOT_PREFIX}{instance_id}")
         self._engine = await _start_engine(model, path)
         self._relay = SnapshotRelay(path, node_ip)
-        timing = await _timing(model, self._engine)
         self._report = InstanceReport(
             instance_id=instance_id,
             model=model.name,
@@ -62,14 +63,13 @@ class EngineReplica:
             snapshot_path=path,
             snapshot_endpoint=self._relay.endpoint,
             scheduler=self._engine.scheduler,
-            batch_time=timing.batch_time,
-            batch_time_source=timing.source,
-            prefill_tokens_per_s=timing.prefill_tokens_per_s,
-            decode_step_s=timing.decode_step_s,
+            timing=await _timing(model, self._engine),
         )
         self._streams = 0
         self._hub = hub
-        self._reporting = asyncio.create_task(self._keep_reporting())
+        self._upkeep = [asyncio.create_task(self._keep_reporting())]
+        if self._report.timing.source == "steps":
+            self._upkeep.append(asyncio.create_task(self._keep_measuring()))
 
     async def generate(
         self, request: EngineRequest, replica_id: str
@@ -88,7 +88,8 @@ class EngineReplica:
         await self._engine.check_health()
 
     async def __del__(self) -> None:
-        self._reporting.cancel()
+        for task in self._upkeep:
+            task.cancel()
         with contextlib.suppress(TimeoutError, RayError, RayServeException):
             # A hub that has gone already needs no word of it.
             async with asyncio.timeout(1):
@@ -108,13 +109,15 @@ class EngineReplica:
                 logger.warning("the hub did not take the report: %s", error)
             await asyncio.sleep(REPORT_INTERVAL_S)
 
-
-@dataclass(frozen=True, slots=True)
-class _Timing:
-    batch_time: BatchTime
-    source: str
-    prefill_tokens_per_s: float
-    decode_step_s: float
+    async def _keep_measuring(self) -> None:
+        while True:
+            await asyncio.sleep(REFIT_INTERVAL_S)
+            try:
+                timing = await asyncio.to_thread(measured, self._report.snapshot_path)
+            except ValueError as error:
+                logger.warning("batch times stay as they were: %s", error)
+            else:
+                self._report = replace(self._report, timing=timing)
 
 
 async def _start_engine(model: ModelSettings, snapshot_path: str) -> Engine:
@@ -130,13 +133,11 @@ async def _start_engine(model: ModelSettings, snapshot_path: str) -> Engine:
             assert_never(model.engine)
 
 
-async def _timing(model: ModelSettings, engine: Engine) -> _Timing:
+async def _timing(model: ModelSettings, engine: Engine) -> Timing:
     if (settings := model.engine.batch_time) is not None:
-        batch_time = settings.batch_time()
-        return _Timing(batch_time, "settings", *throughput_rates(engine.scheduler, batch_time))
+        return given(engine.scheduler, settings.batch_time())
     await warm_up(engine, model.name)
-    fit = fit_batch_time(SnapshotReader(engine.snapshot_path).read_steps(0))
-    return _Timing(fit.batch_time, "warm-up", fit.prefill_tokens_per_s, fit.decode_step_s)
+    return measured(engine.snapshot_path)
 
 
 def _unlink_abandoned_snapshots() -> None:

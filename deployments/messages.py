@@ -9,7 +9,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sfs_ext import BatchTime, SchedulerConfig
+from deployments.timing import Timing
+from sfs_ext import SchedulerConfig
 
 Endpoint = Literal["chat", "completions"]
 
@@ -86,11 +87,7 @@ class InstanceReport:
     snapshot_endpoint: str
     """ZMQ address of the replica's relay, for routers on other nodes."""
     scheduler: SchedulerConfig
-    batch_time: BatchTime
-    batch_time_source: str
-    """``settings`` or ``warm-up``."""
-    prefill_tokens_per_s: float
-    decode_step_s: float
+    timing: Timing
 
 
 class Engine(Protocol):

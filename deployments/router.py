@@ -284,7 +284,8 @@ class QueryRouter:
             version = view.version
 
     def _apply(self, view: FleetView) -> None:
-        fleet = {report.instance_id: report for report in view.instances}
+        # While an application is replaced, the hub may still know models of the old one.
+        fleet = {r.instance_id: r for r in view.instances if r.model in self._models}
         for instance_id in self._instances.keys() - fleet.keys():
             self._feed.unsubscribe(instance_id)
             self._router.remove_instance(instance_id)
@@ -295,12 +296,18 @@ class QueryRouter:
             spec = self._models[report.model].instance_spec(
                 instance_id,
                 report.scheduler,
-                report.batch_time,
-                report.prefill_tokens_per_s,
-                report.decode_step_s,
+                report.timing.batch_time,
+                report.timing.prefill_tokens_per_s,
+                report.timing.decode_step_s,
             )
             here = report.node_id == self._node_id
-            self._router.add_instance(spec, report.snapshot_path if here else None)
+            try:
+                self._router.add_instance(spec, report.snapshot_path if here else None)
+            except OSError as error:
+                # Its engine has just ended; if it has not, a later view brings it back.
+                logger.warning("%s is left out: %s", instance_id, error)
+                self._router.remove_instance(instance_id)
+                continue
             self._instances[instance_id] = report
             if not here:
                 self._feed.subscribe(instance_id, report.snapshot_endpoint)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
-from numpy.typing import NDArray
 
-from app.calibration import fit_batch_time
 from app.config import EmulatedEngineSettings
 from deployments.emulated_engine import EmulatedEngine
+from deployments.timing import Timing, measured
 from deployments.warm_up import warm_up
-from sfs_ext import SnapshotReader
 
 SETTINGS = EmulatedEngineSettings.model_validate(
     {
@@ -33,14 +30,18 @@ SETTINGS = EmulatedEngineSettings.model_validate(
 
 
 def test_fits_the_engine_it_drove(tmp_path: Path) -> None:
-    async def drive() -> NDArray[Any]:
+    async def drive() -> Timing:
         engine = EmulatedEngine(SETTINGS, 4096, str(tmp_path / "snapshot"))
-        await warm_up(engine, "model", time_limit_s=20)
-        steps = SnapshotReader(engine.snapshot_path).read_steps(0)
-        await engine.stop()
-        return steps
+        try:
+            with pytest.raises(ValueError, match="a fit needs"):
+                measured(engine.snapshot_path)
+            await warm_up(engine, "model", time_limit_s=20)
+            return measured(engine.snapshot_path)
+        finally:
+            await engine.stop()
 
-    fit = fit_batch_time(asyncio.run(drive()))
+    timing = asyncio.run(drive())
+    assert timing.source == "steps"
     true = SETTINGS.batch_time.batch_time()
     for batch in [(1, 100, 0), (8, 8000, 0), (512, 0, 512 * 513 // 2), (2048, 0, 2048 * 2049 // 2)]:
-        assert fit.batch_time.seconds(*batch) == pytest.approx(true.seconds(*batch), rel=0.15)
+        assert timing.batch_time.seconds(*batch) == pytest.approx(true.seconds(*batch), rel=0.15)
