@@ -84,6 +84,18 @@ def fit_batch_time(steps: NDArray[Any]) -> BatchTimeFit:
     )
 
 
+def slowdown(batch_time: BatchTime, steps: NDArray[Any]) -> float:
+    """The median of what ``steps`` (step_dtype) took over what ``batch_time`` says; 1 is as fitted.
+
+    Raises ValueError where there are too few steps.
+    """
+    if len(steps) < MIN_STEPS:
+        raise ValueError(f"{len(steps)} steps: a slowdown needs {MIN_STEPS}")
+    b = batch_time
+    expected_s = _terms(steps) @ np.array([b.b0_s, b.b1_s, b.b2_s, b.b3_s])
+    return float(np.median((steps["done_s"] - steps["started_s"]) / expected_s))
+
+
 def _terms(steps: NDArray[Any]) -> Floats:
     """What each of eq. 9's coefficients multiplies: (steps, 4)."""
     return np.stack(

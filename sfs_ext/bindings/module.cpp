@@ -72,6 +72,7 @@ void bind_dtypes(py::module_& m) {
   PYBIND11_NUMPY_DTYPE(CandidateForecast, instance, status, ttft_s, waiting_s, prefill_s, age_s,
                        batches, running, waiting, booked, queued_prefill_tokens);
   PYBIND11_NUMPY_DTYPE(EngineEvent, id, tokens, finish, at_s);
+  m.attr("HEARTBEAT_S") = heartbeat_s;
   m.attr("resident_dtype") = py::dtype::of<Resident>();
   m.attr("batch_dtype") = py::dtype::of<BatchInFlight>();
   m.attr("snapshot_dtype") = py::dtype::of<SnapshotHeader>();
@@ -132,6 +133,7 @@ void bind_config(py::module_& m) {
       .def_property_readonly("scheduler_reserve_full_isl",
                              flag(&SchedulerConfig::scheduler_reserve_full_isl))
       .def_readonly("watermark", &SchedulerConfig::watermark)
+      .def_property_readonly("kv_capacity_tokens", &SchedulerConfig::kv_capacity_tokens)
       .def("__eq__", [](const SchedulerConfig& a, const SchedulerConfig& b) { return a == b; })
       .def("__repr__",
            [](const SchedulerConfig& c) {

@@ -11,15 +11,11 @@
 #include <utility>
 
 #include "sfs/engine_state.h"
-#include "sfs/forecast.h"
 
 namespace sfs {
 namespace {
 
 using Clock = std::chrono::system_clock;
-constexpr double idle_sleep_s = 1e-3;  // rule 24
-// An idle engine says so again and again, so that silence means trouble.
-constexpr auto heartbeat = std::chrono::milliseconds(250);
 constexpr std::uint32_t max_residents = 16384;
 constexpr std::uint32_t max_steps = 8192;
 
@@ -27,10 +23,9 @@ double unix_time_s() {
   return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
 }
 
-void sleep_until(double at_s) {
+Clock::time_point time_point(double at_s) {
   const auto since_epoch = std::chrono::duration<double>(at_s);
-  std::this_thread::sleep_until(
-      Clock::time_point(std::chrono::duration_cast<Clock::duration>(since_epoch)));
+  return Clock::time_point(std::chrono::duration_cast<Clock::duration>(since_epoch));
 }
 
 }  // namespace
@@ -65,13 +60,7 @@ EmulatedEngine::~EmulatedEngine() {
 void EmulatedEngine::submit(Request request, std::span<const std::int32_t> prompt_token_ids) {
   const SchedulerConfig& config = loop_.scheduler.config();
   request.prompt_tokens = static_cast<std::int32_t>(prompt_token_ids.size());
-  if (request.prompt_tokens < 1) throw std::invalid_argument("the prompt has no tokens");
-  if (request.max_tokens < 1 || request.output_tokens < 1)
-    throw std::invalid_argument("max_tokens and output_tokens must be at least 1");
-  if (!can_be_admitted(config, request.prompt_tokens))
-    throw std::invalid_argument("a prompt of " + std::to_string(request.prompt_tokens) +
-                                " tokens can never be admitted (max_model_len " +
-                                std::to_string(config.max_model_len) + ")");
+  Scheduler::check(config, request);
   Submission submission{request, {}};
   if (config.enable_prefix_caching)
     submission.keys = block_keys(prompt_token_ids, config.block_size);
@@ -124,8 +113,12 @@ void EmulatedEngine::loop_until_stopped() {
   while (take_submissions()) {
     const EngineLoop::Pass pass = loop_.schedule(unix_time_s());
     if (pass.scheduled) publish();
-    if (pass.waits) complete_oldest();
-    if (!pass.executed && loop_.scheduler.has_requests()) sleep_until(unix_time_s() + idle_sleep_s);
+    if (pass.waits) {
+      if (!wait_until(loop_.oldest().end_s)) return;
+      complete_oldest();
+    }
+    const bool idles = !pass.executed && loop_.scheduler.has_requests();
+    if (idles && !wait_until(unix_time_s() + idle_sleep_s)) return;
   }
 }
 
@@ -134,7 +127,9 @@ bool EmulatedEngine::take_submissions() {
   {
     std::unique_lock lock(mutex_);
     const auto has_news = [this] { return stopping_ || !submissions_.empty() || !aborts_.empty(); };
-    while (!loop_.busy() && !wake_.wait_for(lock, heartbeat, has_news)) publish();
+    while (!loop_.busy() &&
+           !wake_.wait_until(lock, time_point(unix_time_s() + heartbeat_s), has_news))
+      publish();
     if (stopping_) return false;
     for (Submission& submission : submissions_)
       loop_.scheduler.add(submission.request, std::move(submission.keys));
@@ -149,9 +144,18 @@ bool EmulatedEngine::take_submissions() {
   return true;
 }
 
+bool EmulatedEngine::wait_until(double at_s) {
+  std::unique_lock lock(mutex_);
+  for (double now_s = unix_time_s(); now_s < at_s; now_s = unix_time_s()) {
+    const double next_s = std::min(at_s, now_s + heartbeat_s);
+    if (wake_.wait_until(lock, time_point(next_s), [this] { return stopping_; })) return false;
+    if (next_s < at_s) publish();
+  }
+  return !stopping_;
+}
+
 void EmulatedEngine::complete_oldest() {
   const InFlight& batch = loop_.oldest();
-  sleep_until(batch.end_s);
   const double done_s = unix_time_s();
   const BatchShape& shape = batch.batch.shape;
   if (shape.tokens > 0) {

@@ -89,6 +89,11 @@ void Fleet::calibrate(std::int32_t number, const BatchTime& batch_time) {
 void Fleet::book(std::int32_t number, const Arrival& arrival) {
   const auto instance = at(number);
   const std::lock_guard lock(instance->mutex);
+  if (!instance->snapshot.config.can_admit(arrival.prompt_tokens) || arrival.max_tokens < 1)
+    throw std::invalid_argument("fleet: a query with " + std::to_string(arrival.prompt_tokens) +
+                                " prompt tokens and max_tokens " +
+                                std::to_string(arrival.max_tokens) + " can never run on instance " +
+                                std::to_string(number));
   auto& bookings = instance->bookings;
   const auto later = std::upper_bound(
       bookings.begin(), bookings.end(), arrival.arrival_s,
@@ -113,7 +118,11 @@ std::optional<Snapshot> Fleet::snapshot(std::int32_t number) {
 
 void Fleet::Instance::refresh() {
   if (!reader || reader->sequence() <= snapshot.header.sequence) return;
-  if (reader->read(incoming) && incoming.header.sequence > snapshot.header.sequence) accept();
+  try {
+    if (reader->read(incoming) && incoming.header.sequence > snapshot.header.sequence) accept();
+  } catch (const std::invalid_argument&) {
+    // One engine's contradiction must not fail decisions about others: its snapshot ages instead.
+  }
 }
 
 void Fleet::Instance::accept() {
@@ -153,10 +162,9 @@ CandidateForecast Fleet::forecast_one(Instance& instance, double now_s,
     for (const Arrival& booked : instance.bookings)
       forecast.queued_prefill_tokens += booked.prompt_tokens;
     if (header.sequence == 0) {
-      forecast.status =
-          static_cast<std::int32_t>(can_be_admitted(instance.snapshot.config, query.prompt_tokens)
-                                        ? ForecastStatus::no_snapshot
-                                        : ForecastStatus::never);
+      forecast.status = static_cast<std::int32_t>(
+          instance.snapshot.config.can_admit(query.prompt_tokens) ? ForecastStatus::no_snapshot
+                                                                  : ForecastStatus::never);
       forecast.ttft_s = forecast.waiting_s = std::numeric_limits<double>::infinity();
       return forecast;
     }

@@ -6,7 +6,6 @@
 namespace sfs {
 namespace {
 
-constexpr double idle_sleep_s = 1e-3;  // rule 24
 constexpr double never_s = std::numeric_limits<double>::infinity();
 
 Request request_of(const Arrival& arrival) {
@@ -27,16 +26,10 @@ Request request_of(const Arrival& arrival) {
 
 }  // namespace
 
-bool can_be_admitted(const SchedulerConfig& config, std::int32_t prompt_tokens) {
-  return prompt_tokens < config.max_model_len &&
-         config.blocks_for(prompt_tokens) <= config.usable_blocks() &&
-         (config.enable_chunked_prefill || prompt_tokens <= config.max_num_batched_tokens);
-}
-
 FirstToken forecast_first_token(EngineLoop& loop, std::span<const Arrival> ahead,
-                                const Arrival& query, std::int64_t max_passes) {
+                                const Arrival& query, std::int64_t max_requests) {
   FirstToken result;
-  if (!can_be_admitted(loop.scheduler.config(), query.prompt_tokens)) {
+  if (!loop.scheduler.config().can_admit(query.prompt_tokens)) {
     result.status = ForecastStatus::never;
     result.waiting_s = never_s;
     return result;
@@ -54,7 +47,8 @@ FirstToken forecast_first_token(EngineLoop& loop, std::span<const Arrival> ahead
   pass.scheduled = loop.in_flight() > 0;
   pass.executed = pass.scheduled && loop.newest().batch.shape.tokens > 0;
   pass.waits = loop.waits(pass.scheduled, pass.executed);
-  for (std::int64_t passes = 0; passes < max_passes; ++passes) {
+  for (std::int64_t looked_at = 0; looked_at < max_requests;
+       looked_at += 1 + static_cast<std::int64_t>(loop.scheduler.running().size())) {
     if (pass.waits) {
       now_s = std::max(now_s, loop.oldest().end_s);
       tokens.clear();

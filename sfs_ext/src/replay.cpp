@@ -11,6 +11,7 @@ namespace sfs {
 
 ReplayResult replay(const SchedulerConfig& config, std::vector<ReplayRequest> requests,
                     const ReplayOptions& options) {
+  for (const ReplayRequest& next : requests) Scheduler::check(config, next.request);
   ReplayResult result;
   result.token_times_s.resize(requests.size());
   std::stable_sort(requests.begin(), requests.end(), [](const auto& a, const auto& b) {

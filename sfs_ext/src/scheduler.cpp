@@ -1,12 +1,25 @@
 #include "sfs/scheduler.h"
 
 #include <algorithm>
+#include <stdexcept>
+#include <string>
 #include <tuple>
 
 namespace sfs {
 
 Scheduler::Scheduler(const SchedulerConfig& config) : config_(config), kv_(config) {
   config_.validate();
+}
+
+void Scheduler::check(const SchedulerConfig& config, const Request& request) {
+  if (request.max_tokens < 1 || request.output_tokens < 1)
+    throw std::invalid_argument("request: max_tokens and output_tokens must be at least 1, not " +
+                                std::to_string(request.max_tokens) + " and " +
+                                std::to_string(request.output_tokens));
+  if (!config.can_admit(request.prompt_tokens))
+    throw std::invalid_argument("request: a prompt of " + std::to_string(request.prompt_tokens) +
+                                " tokens can never be admitted (max_model_len " +
+                                std::to_string(config.max_model_len) + ")");
 }
 
 Slot Scheduler::store(const Request& request) {

@@ -132,6 +132,27 @@ void an_abort_frees_the_slot() {
   for (const Resident& resident : snapshot.residents) CHECK(resident.id != 7);
 }
 
+double now_s() {
+  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+// A batch of 3 s: its engine is busy, not silent, and need not run it out to stop.
+void a_long_batch_is_no_silence() {
+  EmulatedEngine engine(config(true), {3.0, 0, 0, 0}, path());
+  const SnapshotReader reader(path());
+  Snapshot snapshot;
+  submit(engine, 7, 100, 10);
+  const double began_s = now_s();
+  do {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    CHECK(reader.read(snapshot));
+  } while (snapshot.residents.empty() || snapshot.header.published_s < began_s + 0.5);
+  CHECK(now_s() < began_s + 2.5);
+  CHECK(snapshot.residents[0].id == 7 && snapshot.header.in_flight_batches > 0);
+  engine.stop();
+  CHECK(now_s() < began_s + 2.9);
+}
+
 void impossible_requests_are_refused() {
   EmulatedEngine engine(config(true), batch_time, path());
   CHECK(throws<std::invalid_argument>([&] { submit(engine, 1, 4096, 10); }));
@@ -146,5 +167,6 @@ int main() {
   every_token_arrives(true);
   batches_last_as_the_model_says();
   an_abort_frees_the_slot();
+  a_long_batch_is_no_silence();
   impossible_requests_are_refused();
 }

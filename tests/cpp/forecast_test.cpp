@@ -178,7 +178,7 @@ void every_simulation_is_bounded() {
   SchedulerConfig config = random_config(dice);
   EngineLoop loop(config, BatchTime{1e-3, 0, 0, 0});
   const FirstToken first = forecast_first_token(
-      loop, {}, {.arrival_s = 0.0, .prompt_tokens = 400, .max_tokens = 1}, /*max_passes=*/0);
+      loop, {}, {.arrival_s = 0.0, .prompt_tokens = 400, .max_tokens = 1}, /*max_requests=*/0);
   CHECK(first.status == ForecastStatus::bound);
   CHECK(std::isinf(first.waiting_s));
 }

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.calibration import fit_batch_time
+from app.calibration import fit_batch_time, slowdown
 from sfs_ext import BatchTime, step_dtype
 
 TRUTH = BatchTime(2.41e-3, 2.09e-6, 3.83e-8, 2.86e-10)
@@ -101,3 +101,17 @@ def test_a_step_that_ends_before_it_starts_is_refused() -> None:
     steps["done_s"][7] = steps["started_s"][7] - 1
     with pytest.raises(ValueError, match="done_s must be after started_s"):
         fit_batch_time(steps)
+
+
+def test_slowdown_is_the_machines_not_the_traffics() -> None:
+    steps = busy_steps(300, seed=5, noise=0.05)
+    assert slowdown(TRUTH, steps) == pytest.approx(1, abs=0.02)
+    # Everything takes 1.7 times as long, and nobody decodes any more.
+    slow = steps[steps["prefill_tokens"] > 0]
+    slow["done_s"] = slow["started_s"] + 1.7 * (slow["done_s"] - slow["started_s"])
+    assert slowdown(TRUTH, slow) == pytest.approx(1.7, rel=0.02)
+
+
+def test_too_few_steps_say_nothing_of_a_slowdown() -> None:
+    with pytest.raises(ValueError, match="15 steps: a slowdown needs 16"):
+        slowdown(TRUTH, busy_steps(15, seed=6))

@@ -80,6 +80,25 @@ def test_unknown_settings_and_repeated_ids_are_named() -> None:
         replay_workload(twice)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("prompt_len", 0, "never be admitted"),
+        ("prompt_len", -500, "never be admitted"),
+        ("prompt_len", 9000, "max_model_len 8192"),
+        ("output_len", 0, "at least 1"),
+        ("max_tokens", -1, "at least 1"),
+        ("parent", "b", "not an earlier one"),
+        ("parent", "z", "not an earlier one"),
+    ],
+)
+def test_requests_that_could_never_run_are_refused(field: str, value: object, says: str) -> None:
+    given = workload(enable_prefix_caching=True, max_num_batched_tokens=32_768)
+    given["requests"][1] |= {field: value}
+    with pytest.raises(ValueError, match=says):
+        replay_workload(given)
+
+
 def test_an_unfinished_workload_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="unfinished after 2 steps"):
         replay_workload(workload(), max_steps=2)

@@ -55,7 +55,8 @@ class EmulatedEngine {
 
   void run();
   void loop_until_stopped();
-  bool take_submissions();  // false: stop
+  bool take_submissions();       // false: stop
+  bool wait_until(double at_s);  // restamps meanwhile; false: stop
   void complete_oldest();
   void publish();
   void notify(std::span<const EngineEvent> events);

@@ -12,6 +12,8 @@
 
 namespace sfs {
 
+inline constexpr double idle_sleep_s = 1e-3;  // rule 24
+
 struct InFlight {
   Batch batch;
   double scheduled_s = 0.0;

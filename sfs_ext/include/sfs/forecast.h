@@ -28,12 +28,13 @@ struct FirstToken {
   std::int32_t batches = 0;  // simulated
 };
 
-// Runs `loop` on (it is consumed), adding `ahead` and then `query` as their times come. Ends after
-// `max_passes` passes with status `bound` and infinite times.
-FirstToken forecast_first_token(EngineLoop& loop, std::span<const Arrival> ahead,
-                                const Arrival& query, std::int64_t max_passes = 200000);
+// What a simulation may cost: requests looked at over all its passes, some tens of milliseconds.
+inline constexpr std::int64_t max_simulated_requests = 4'000'000;
 
-// Whether the engine could ever admit such a prompt.
-bool can_be_admitted(const SchedulerConfig& config, std::int32_t prompt_tokens);
+// Runs `loop` on (it is consumed), adding `ahead` and then `query` as their times come. Ends with
+// status `bound` and infinite times when it has looked at `max_requests`.
+FirstToken forecast_first_token(EngineLoop& loop, std::span<const Arrival> ahead,
+                                const Arrival& query,
+                                std::int64_t max_requests = max_simulated_requests);
 
 }  // namespace sfs

@@ -38,7 +38,8 @@ struct ReplayOptions {
   std::int64_t max_steps = 200000;
 };
 
-// Throws std::runtime_error when `max_steps` passes do not finish the workload.
+// Throws std::invalid_argument for a request that could never run, std::runtime_error when
+// `max_steps` passes do not finish the workload.
 ReplayResult replay(const SchedulerConfig& config, std::vector<ReplayRequest> requests,
                     const ReplayOptions& options);
 

@@ -47,7 +47,11 @@ class Scheduler {
   Scheduler() = default;
   explicit Scheduler(const SchedulerConfig& config);
 
-  // Queues a request; `keys` name the content of its full blocks (see KvCache::set_keys).
+  // Throws std::invalid_argument for a request that could never run.
+  static void check(const SchedulerConfig& config, const Request& request);
+
+  // Queues a request that `check` would pass; `keys` name the content of its full blocks (see
+  // KvCache::set_keys).
   Slot add(const Request& request, std::vector<BlockKey> keys = {});
 
   // Rebuilds a state observed elsewhere: requests are appended in running, then in queue order.

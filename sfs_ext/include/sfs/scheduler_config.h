@@ -36,6 +36,16 @@ struct SchedulerConfig {
     return (tokens + block_size - 1) / block_size;
   }
 
+  std::int64_t kv_capacity_tokens() const { return std::int64_t{usable_blocks()} * block_size; }
+
+  // Whether the engine could ever admit such a prompt. vLLM refuses the others at its door, and
+  // one among the waiting would block them for good.
+  bool can_admit(std::int32_t prompt_tokens) const {
+    return prompt_tokens >= 1 && prompt_tokens < max_model_len &&
+           blocks_for(prompt_tokens) <= usable_blocks() &&
+           (enable_chunked_prefill || prompt_tokens <= max_num_batched_tokens);
+  }
+
   // Throws std::invalid_argument that names the violated relation.
   void validate() const;
 };

@@ -19,6 +19,9 @@ namespace sfs {
 inline constexpr std::uint32_t layout_version = 1;
 inline constexpr std::size_t max_in_flight = 2;
 
+// An engine whose state no step has changed says so again this often: silence means trouble.
+inline constexpr double heartbeat_s = 0.25;
+
 // One request the engine holds, right after a step was scheduled.
 struct Resident {
   std::uint64_t id;

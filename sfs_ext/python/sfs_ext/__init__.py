@@ -1,6 +1,7 @@
 """The scheduler core: vLLM's batching rules, forecasts and snapshots, in C++."""
 
 from sfs_ext._core import (
+    HEARTBEAT_S,
     BatchTime,
     EmulatedEngine,
     Fleet,
@@ -22,6 +23,7 @@ from sfs_ext._core import (
 from sfs_ext.replay import replay_workload
 
 __all__ = [
+    "HEARTBEAT_S",
     "BatchTime",
     "EmulatedEngine",
     "Fleet",

@@ -44,6 +44,7 @@ def replay_workload(workload: dict[str, Any], max_steps: int = 200_000) -> dict[
     ids = [str(request["id"]) for request in requests]
     if len(set(ids)) != len(ids):
         raise ValueError("workload: request ids must be unique")
+    _check_parents(requests, ids)
     time_model = settings.get("time_model")
     steps, token_times = replay(
         config,
@@ -65,6 +66,15 @@ def replay_workload(workload: dict[str, Any], max_steps: int = 200_000) -> dict[
     ]
     times = {ids[index]: times for index, times in enumerate(token_times) if times}
     return workload | {"trace": trace, "token_times": times}
+
+
+def _check_parents(requests: list[dict[str, Any]], ids: list[str]) -> None:
+    earlier: set[str] = set()
+    for request_id, request in zip(ids, requests, strict=True):
+        parent = request.get("parent")
+        if parent is not None and str(parent) not in earlier:
+            raise ValueError(f"request {request_id}: its parent {parent} is not an earlier one")
+        earlier.add(request_id)
 
 
 def _core_requests(
