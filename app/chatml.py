@@ -20,9 +20,10 @@ _TOOLS_TAIL = (
 
 
 def render_chatml(
-    messages: Sequence[dict[str, Any]], tools: Sequence[Tool] | None, enable_thinking: bool
+    messages: Sequence[dict[str, Any]], tools: Sequence[Tool], enable_thinking: bool
 ) -> str:
-    """The prompt up to where the assistant begins. ``messages`` from ``plain_messages``."""
+    """The prompt up to where the assistant begins. ``messages`` from ``plain_messages``, ``tools``
+    from ``plain_tools``."""
     turns = [*_system(messages, tools)]
     last_query = _last_query(messages)
     for i, message in enumerate(messages):
@@ -54,7 +55,7 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _system(messages: Sequence[dict[str, Any]], tools: Sequence[Tool] | None) -> list[str]:
+def _system(messages: Sequence[dict[str, Any]], tools: Sequence[Tool]) -> list[str]:
     system = messages[0]["content"] if messages[0]["role"] == "system" else None
     if tools:
         listed = "".join(f"\n{_json(tool)}" for tool in tools)

@@ -27,6 +27,9 @@ def load(
     requests: Annotated[int, typer.Option(help="How many to send.")] = 300,
     seed: Annotated[int, typer.Option(help="Of arrivals and prompts.")] = 1,
     model: Annotated[str, typer.Option(help="A model of the pool, or auto.")] = "auto",
+    prompt_words: Annotated[
+        int, typer.Option(help="Median length of the prompts; the longest have 10 times as many.")
+    ] = live.PROMPT_WORDS_MEDIAN,
     max_tokens: Annotated[int | None, typer.Option(help="Limit on each answer.")] = None,
     records: Annotated[
         Path | None,
@@ -46,6 +49,7 @@ def load(
             requests=requests,
             seed=seed,
             model=model,
+            prompt_words=prompt_words,
             max_tokens=max_tokens,
         )
     except ValueError as error:
@@ -87,11 +91,11 @@ def _records_of(decision_ids: frozenset[str], folder: Path) -> list[DecisionReco
     give_up_s = time.monotonic() + RECORDS_WAIT_S
     while True:
         found = [r for r in read_records(folder) if r.decision.decision_id in decision_ids]
-        missing = len(decision_ids) - len(found)
+        missing = decision_ids - {r.decision.decision_id for r in found}
         if not missing:
             return found
         if time.monotonic() > give_up_s:
-            typer.echo(f"{missing} of {len(decision_ids)} requests have no record in {folder}")
+            typer.echo(f"{len(missing)} of {len(decision_ids)} requests have no record in {folder}")
             return found
         time.sleep(1.0)
 

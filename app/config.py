@@ -14,9 +14,7 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
     ValidationError,
     model_validator,
 )
@@ -25,6 +23,11 @@ from pydantic_core import PydanticCustomError
 from app.policies import PolicyName
 from app.types import AUTO, InstanceSpec, LpsParameters, ModelSpec
 from sfs_ext import BatchTime, SchedulerConfig
+
+Int32 = Annotated[int, Field(le=2**31 - 1)]
+"""The core's integers have 32 bits."""
+PositiveInt = Annotated[Int32, Field(gt=0)]
+NonNegativeInt = Annotated[Int32, Field(ge=0)]
 
 
 class SettingsError(ValueError):
@@ -121,6 +124,12 @@ class BatchTimeSettings(Settings):
     b3_s: NonNegativeFloat
     host_s: NonNegativeFloat = 0.0
 
+    @model_validator(mode="after")
+    def _takes_time(self) -> BatchTimeSettings:
+        if not self.batch_time().b0_s > 0:
+            raise ValueError("b0_s + host_s must be above 0: no batch takes no time")
+        return self
+
     def batch_time(self) -> BatchTime:
         return BatchTime(self.b0_s + self.host_s, self.b1_s, self.b2_s, self.b3_s)
 
@@ -132,6 +141,15 @@ class SchedulerSettings(Settings):
     num_blocks: PositiveInt
     async_scheduling: bool
 
+    @model_validator(mode="after")
+    def _the_core_agrees(self) -> SchedulerSettings:
+        self.config(context_tokens=2)  # Of no matter here: the model's own is checked with it.
+        return self
+
+    def config(self, context_tokens: int) -> SchedulerConfig:
+        """ValueError names the relation that does not hold."""
+        return SchedulerConfig(**self.model_dump(), max_model_len=context_tokens)
+
 
 class OutputTokensSettings(Settings):
     """Lognormal lengths of the emulated answers; the router is never told."""
@@ -142,13 +160,12 @@ class OutputTokensSettings(Settings):
 
 class EmulatedEngineSettings(Settings):
     kind: Literal["emulated"]
-    hardware: str
     scheduler: SchedulerSettings
     batch_time: BatchTimeSettings
     output_tokens: OutputTokensSettings
 
     def scheduler_config(self, context_tokens: int) -> SchedulerConfig:
-        return SchedulerConfig(**self.scheduler.model_dump(), max_model_len=context_tokens)
+        return self.scheduler.config(context_tokens)
 
 
 class VllmEngineSettings(Settings):
@@ -160,7 +177,7 @@ class VllmEngineSettings(Settings):
     """vLLM's own engine arguments."""
     env: dict[str, str] = {}
     batch_time: BatchTimeSettings | None = None
-    """None: measured by a short warm-up."""
+    """None: measured, by a warm-up at start and then from the engine's own steps."""
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -184,12 +201,15 @@ class ModelSettings(Settings):
     @model_validator(mode="after")
     def _fits_its_engine(self) -> ModelSettings:
         if isinstance(self.engine, EmulatedEngineSettings):
-            config = self.engine.scheduler_config(self.context_tokens)
-            capacity_tokens = (config.num_blocks - 1) * config.block_size
-            if capacity_tokens < self.context_tokens:
+            try:
+                config = self.engine.scheduler_config(self.context_tokens)
+            except ValueError as error:
+                raise ValueError(f"context_tokens ({self.context_tokens}): {error}") from error
+            if config.kv_capacity_tokens < self.context_tokens:
                 raise ValueError(
                     f"context_tokens ({self.context_tokens}) must fit the KV cache: "
-                    f"engine.scheduler has (num_blocks - 1) * block_size = {capacity_tokens} tokens"
+                    f"engine.scheduler has room for {config.kv_capacity_tokens} tokens, "
+                    f"block_size times all of num_blocks but one"
                 )
         else:
             limit = self.engine.args.get("max_model_len")
@@ -250,19 +270,13 @@ class PoolSettings(Settings):
             seen.add(model.name)
         return self
 
-    def model(self, name: str) -> ModelSettings:
-        """KeyError for a name that is not in the pool."""
-        for model in self.models:
-            if model.name == name:
-                return model
-        raise KeyError(name)
-
 
 def load_pool(path: str | Path) -> PoolSettings:
     """Raises SettingsError."""
     try:
         data = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    # ValueError: what is no UTF-8, no date, or a number of thousands of digits.
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise SettingsError(f"{path}: {error}") from error
     if not isinstance(data, dict):
         raise SettingsError(f"{path}: expected the keys {', '.join(PoolSettings.model_fields)}")

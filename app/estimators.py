@@ -25,6 +25,8 @@ class Observation:
     """The engine could ever admit such a prompt."""
     fresh: bool
     """A snapshot is there, and recent enough to believe."""
+    simulated: bool
+    """The simulation reached the first token before its bound."""
     simulated_waiting_s: float
     simulated_prefill_s: float
     queued_prefill_tokens: int
@@ -45,7 +47,7 @@ class Estimate:
 
 def sfs(seen: Observation) -> Estimate | None:
     """Eqs. 7-9, simulated by ``Fleet.forecast``."""
-    if not seen.fresh:
+    if not (seen.fresh and seen.simulated):
         return None
     return Estimate(Estimator.SFS, seen.simulated_waiting_s, seen.simulated_prefill_s)
 
@@ -73,7 +75,7 @@ def prior(seen: Observation) -> Estimate:
 
 
 LADDERS: Mapping[Estimator, tuple[Callable[[Observation], Estimate | None], ...]] = {
-    Estimator.SFS: (sfs, lps),
+    Estimator.SFS: (sfs, throughput, lps),
     Estimator.THROUGHPUT: (throughput, lps),
     Estimator.LPS: (lps,),
 }

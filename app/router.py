@@ -51,7 +51,7 @@ class Router:
         self._models = {model.name: model for model in settings.models}
         self._instances: dict[str, _Instance] = {}
         self._positions = itertools.count()
-        self._last_position = -1
+        self._last_positions: dict[str, int] = {}
         self._lock = threading.RLock()
 
     def route(
@@ -143,6 +143,7 @@ class Router:
             arrival_qps=instance.arrivals.per_s(now_s),
             servable=view.status != _NEVER,
             fresh=fresh,
+            simulated=view.status == _OK,
             simulated_waiting_s=view.waiting_s,
             simulated_prefill_s=view.prefill_s,
             queued_prefill_tokens=view.queued_prefill_tokens,
@@ -182,7 +183,7 @@ class Router:
             position=[self._instances[f.instance_id].position for f in forecasts],
             ttft_slo_s=query.ttft_slo_s,
             latency_weight=query.latency_weight,
-            last_position=self._last_position,
+            last_position=self._last_positions.get(query.model, -1),
         )
 
     def _book(self, query: Query, chosen: Forecast, now_s: float) -> None:
@@ -198,19 +199,17 @@ class Router:
             query.priority,
         )
         instance.arrivals.arrived(now_s)
-        self._last_position = instance.position
+        if query.policy == "round_robin":
+            # Each name asked for has a cycle of its own; others' turns would skip members of it.
+            self._last_positions[query.model] = instance.position
 
     def release(self, decision: Decision) -> None:
-        """The request has ended or failed: it no longer counts, whatever snapshots say."""
+        """The request has ended or failed: its booking goes. Where a snapshot has shown it, it
+        counts until a later one does not."""
         with self._lock:
             instance = self._instances.get(decision.choice.instance_id)
             if instance is not None:
                 self.fleet.unbook(instance.handle, request_key(decision.decision_id))
-
-    @property
-    def instance_ids(self) -> tuple[str, ...]:
-        with self._lock:
-            return tuple(self._instances)
 
     def add_instance(self, spec: InstanceSpec, snapshot_path: str | None = None) -> None:
         """Idempotent; one already there is recalibrated. ``snapshot_path``: its shared memory,
@@ -276,8 +275,8 @@ class _Instance:
     @property
     def context_tokens(self) -> int:
         scheduler = self.spec.scheduler
-        cache_tokens = (scheduler.num_blocks - 1) * scheduler.block_size
-        return min(self.spec.model.context_tokens, scheduler.max_model_len, cache_tokens)
+        limits = scheduler.max_model_len, scheduler.kv_capacity_tokens
+        return min(self.spec.model.context_tokens, *limits)
 
 
 class _Candidate:
@@ -311,7 +310,7 @@ class _View(NamedTuple):
     queued_prefill_tokens: int
 
 
-_NEVER = int(ForecastStatus.NEVER)
+_OK, _NEVER = int(ForecastStatus.OK), int(ForecastStatus.NEVER)
 
 
 def _questions(

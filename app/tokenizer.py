@@ -12,14 +12,43 @@ from typing import Any, Protocol, assert_never
 
 import numpy as np
 
-from app.chat import Message, PromptError, Tool, plain_messages
+from app.chat import (
+    Message,
+    PromptError,
+    Tool,
+    plain_messages,
+    plain_tools,
+    require_json,
+    require_object,
+    require_unicode,
+)
 from app.chatml import render_chatml
 from app.config import TokenizerSettings
 from app.types import TokenIds
 
+RENDERER_KEYWORDS = frozenset(
+    {
+        *("self", "conversation", "conversations", "messages", "tools", "chat_template"),
+        *("add_generation_prompt", "continue_final_message", "tokenize", "tokenizer_kwargs"),
+        *("padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        "return_assistant_tokens_mask",
+    }
+)
+"""Of transformers' own rendering; a caller who set one would run a template of theirs, or break
+the call."""
+
+
+UNEXPECTED_VALUE = (
+    *(TypeError, ValueError, AttributeError),
+    *(LookupError, ArithmeticError, RecursionError),
+)
+"""What a template's expressions raise on a value of a kind that they do not expect."""
+
 
 class Tokenizer(Protocol):
-    def encode_text(self, text: str) -> TokenIds: ...
+    def encode_text(self, text: str) -> TokenIds:
+        """Raises PromptError."""
+        ...
 
     def encode_chat(
         self,
@@ -65,6 +94,9 @@ class QwenTokenizer:
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
 
+    LONGEST_BLANK = 500_000
+    """In characters: SPLIT's look-ahead overflows its stack at a million."""
+
     def __init__(self) -> None:
         try:
             import tiktoken
@@ -85,6 +117,41 @@ class QwenTokenizer:
         self._control = re.compile(f"({'|'.join(map(re.escape, self.CONTROL_TOKENS))})")
 
     def encode_text(self, text: str) -> TokenIds:
+        return self._ids(text, "prompt")
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> TokenIds:
+        return self._ids(self.render(messages, tools, chat_template_kwargs), "messages")
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        # Names this format does not know may be meant for another of the pool's models.
+        enable_thinking = _variables(chat_template_kwargs).get("enable_thinking", False)
+        if not isinstance(enable_thinking, bool):
+            raise PromptError(
+                f"chat_template_kwargs.enable_thinking is {enable_thinking!r}, not true or false"
+            )
+        try:
+            return render_chatml(plain_messages(messages), plain_tools(tools), enable_thinking)
+        except RecursionError as error:
+            raise PromptError(f"messages or tools nest too deeply: {error}") from error
+
+    def _ids(self, text: str, where: str) -> TokenIds:
+        require_unicode(text, where)
+        if len(text) > self.LONGEST_BLANK:
+            longest = max(len(blank[0]) for blank in re.finditer(r"\s*", text))
+            if longest > self.LONGEST_BLANK:
+                raise PromptError(
+                    f"{where} has {longest} blanks in a row: at most {self.LONGEST_BLANK}"
+                )
         # Control tokens are found before normalisation: a combining mark would change their ">".
         ids: list[int] = []
         for piece in self._control.split(text):
@@ -94,23 +161,6 @@ class QwenTokenizer:
             elif piece:
                 ids += self._encoding.encode_ordinary(unicodedata.normalize("NFC", piece))
         return np.array(ids, dtype=np.int32)
-
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> TokenIds:
-        return self.encode_text(self.render(messages, tools, chat_template_kwargs))
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        enable_thinking = bool((chat_template_kwargs or {}).get("enable_thinking", False))
-        return render_chatml(plain_messages(messages), tools, enable_thinking)
 
 
 class HuggingFaceTokenizer:
@@ -131,6 +181,7 @@ class HuggingFaceTokenizer:
         self._path = path
 
     def encode_text(self, text: str) -> TokenIds:
+        require_unicode(text, "prompt")
         return self._ids(text, add_special_tokens=True)
 
     def encode_chat(
@@ -151,22 +202,38 @@ class HuggingFaceTokenizer:
     ) -> str:
         from jinja2 import TemplateError
 
+        plain, variables = plain_messages(messages), _variables(chat_template_kwargs)
+        listed = plain_tools(tools) or None
         try:
             text = self._tokenizer.apply_chat_template(
-                plain_messages(messages),
-                tools=[dict(tool) for tool in tools] if tools else None,
-                tokenize=False,
-                add_generation_prompt=True,
-                **(chat_template_kwargs or {}),
+                plain, tools=listed, tokenize=False, add_generation_prompt=True, **variables
             )
-        except TemplateError as error:
-            raise PromptError(f"the chat template of {self._path} refuses: {error}") from error
+        except (TemplateError, *UNEXPECTED_VALUE) as error:
+            given = f" with chat_template_kwargs {', '.join(variables)}" if variables else ""
+            raise PromptError(
+                f"messages{given} cannot be rendered by the chat template of {self._path}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         return str(text)
 
     def _ids(self, text: str, add_special_tokens: bool) -> TokenIds:
         # verbose: the tokenizer's own length warning; the router checks lengths.
         encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
         return np.array(encoded["input_ids"], dtype=np.int32)
+
+
+def _variables(chat_template_kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """What a caller may tell a chat template; PromptError for what is the renderer's own."""
+    if chat_template_kwargs is None:
+        return {}
+    variables = require_object(chat_template_kwargs, "chat_template_kwargs")
+    if taken := sorted(RENDERER_KEYWORDS & variables.keys()):
+        raise PromptError(
+            f"chat_template_kwargs may not have {', '.join(taken)}: only variables of the "
+            f"model's own chat template"
+        )
+    require_json(variables, "chat_template_kwargs")
+    return variables
 
 
 class Tokenizers:

@@ -18,7 +18,8 @@ MAX_REQUESTS = 100_000
 PROMPT_WORDS_MEDIAN = 100
 PROMPT_WORDS_SIGMA = 0.8
 """Of the logarithm of the prompt's length."""
-PROMPT_WORDS_LIMITS = (4, 1000)
+PROMPT_WORDS_MIN = 4
+PROMPT_WORDS_MAX_IN_MEDIANS = 10
 
 _TASKS = ("Summarize", "Explain", "Continue", "List the points of", "Answer briefly from")
 _WORDS = (
@@ -39,6 +40,8 @@ class Load:
     requests: int
     seed: int
     model: str = "auto"
+    prompt_words: int = PROMPT_WORDS_MEDIAN
+    """Median of the prompts' lengths."""
     max_tokens: int | None = None
     request_timeout_s: float = 120.0
     time_limit_s: float = 1800.0
@@ -49,6 +52,8 @@ class Load:
             raise ValueError(f"url must begin with http:// or https://, not {self.url!r}")
         if not 1 <= self.requests <= MAX_REQUESTS:
             raise ValueError(f"requests must be from 1 to {MAX_REQUESTS}, not {self.requests}")
+        if self.prompt_words < 1:
+            raise ValueError(f"prompt_words must be at least 1, not {self.prompt_words}")
         for name in ("rate_qps", "request_timeout_s", "time_limit_s"):
             value = getattr(self, name)
             if not 0 < value < float("inf"):
@@ -125,8 +130,9 @@ def arrivals(load: Load) -> list[Arrival]:
     """A Poisson process and prompts of lognormal length in words, both from the seed alone."""
     rng = np.random.default_rng(load.seed)
     at_s = np.cumsum(rng.exponential(1.0 / load.rate_qps, load.requests))
-    lengths = rng.lognormal(np.log(PROMPT_WORDS_MEDIAN), PROMPT_WORDS_SIGMA, load.requests)
-    words = np.clip(np.rint(lengths), *PROMPT_WORDS_LIMITS).astype(int)
+    lengths = rng.lognormal(np.log(load.prompt_words), PROMPT_WORDS_SIGMA, load.requests)
+    longest = PROMPT_WORDS_MAX_IN_MEDIANS * load.prompt_words
+    words = np.clip(np.rint(lengths), PROMPT_WORDS_MIN, longest).astype(int)
     return [Arrival(float(at), _prompt(rng, int(n))) for at, n in zip(at_s, words, strict=True)]
 
 

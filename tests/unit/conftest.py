@@ -44,7 +44,6 @@ models:
     lps: {capacity_qps: 10, parallel_queries: 2}
     engine: &engine
       kind: emulated
-      hardware: none
       scheduler:
         max_num_batched_tokens: 2048
         max_num_seqs: 64

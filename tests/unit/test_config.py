@@ -69,6 +69,47 @@ def test_a_misspelt_key_is_answered_with_the_nearest(
         (("models", 0, "context_tokens"), 16001, "context_tokens (16001) must fit the KV cache"),
         (("models", 0, "engine", "kind"), "tgi", "models[0].engine: "),
         (("models", 0, "engine", "scheduler", "num_blocks"), 1.5, "scheduler.num_blocks: "),
+        *(
+            (
+                ("models", 0, "engine", "scheduler", key),
+                3_000_000_000,
+                f"models[0].engine.scheduler.{key}: Input should be less than or equal to",
+            )
+            for key in ("max_num_batched_tokens", "max_num_seqs", "block_size", "num_blocks")
+        ),
+        (("models", 0, "replicas"), 3_000_000_000, "models[0].replicas: Input should be less"),
+        (("models", 0, "context_tokens"), 3_000_000_000, "models[0].context_tokens: Input"),
+        # The core's own refusals.
+        (
+            ("models", 0, "engine", "scheduler", "block_size"),
+            65537,
+            "models[0].engine.scheduler: Value error, scheduler config: block_size <= 65536",
+        ),
+        (
+            ("models", 0, "engine", "scheduler", "num_blocks"),
+            1,
+            "models[0].engine.scheduler: Value error, scheduler config: num_blocks >= 2",
+        ),
+        (
+            ("models", 0, "context_tokens"),
+            2**28 + 1,
+            "models[0]: Value error, context_tokens (268435457): scheduler config: max_model_len",
+        ),
+        (
+            ("models", 0, "context_tokens"),
+            1,
+            "models[0]: Value error, context_tokens (1): scheduler config: max_model_len >= 2",
+        ),
+        (
+            ("models", 0, "engine", "batch_time"),
+            {"b0_s": 0.0, "b1_s": 1e-5, "b2_s": 0.0, "b3_s": 0.0},
+            "models[0].engine.batch_time: Value error, b0_s + host_s must be above 0",
+        ),
+        (
+            ("models", 0, "engine", "batch_time"),
+            {"b0_s": 1e308, "b1_s": 0.0, "b2_s": 0.0, "b3_s": 0.0, "host_s": 1e308},
+            "models[0].engine.batch_time: Value error, batch time: coefficients must be finite",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -104,6 +145,9 @@ def test_the_model_may_not_outgrow_vllms_own_limit(pool_data: dict[str, Any]) ->
         ("", "expected the keys router, tokenizers, models"),
         ("router: [", "while parsing"),
         ("router: {policy: constrained, policy: lagrangian}", "key 'policy' is there twice"),
+        (f"router: {'9' * 5000}", "4300"),
+        ("router: 2020-13-45", "month"),
+        ("[" * 5000, "recursion"),
     ],
 )
 def test_a_file_that_is_no_settings_file_is_refused(tmp_path: Path, text: str, says: str) -> None:
@@ -121,8 +165,24 @@ def test_exponents_without_a_point_are_numbers(tmp_path: Path, pool_data: dict[s
     assert load_pool(path).router.lambda_per_microusd == 5e-4
 
 
+def test_the_largest_cache_has_room_for_the_longest_context(pool_data: dict[str, Any]) -> None:
+    small = pool_data["models"][0]
+    small["engine"]["scheduler"] |= {"num_blocks": 2**31 - 1, "block_size": 65536}
+    small["context_tokens"] = 2**28
+    assert PoolSettings.model_validate(pool_data).models[0].context_tokens == 2**28
+
+
+@pytest.mark.parametrize("key", ["b0_s", "host_s"])
+def test_either_constant_makes_a_batch_take_time(pool_data: dict[str, Any], key: str) -> None:
+    zeros = dict.fromkeys(("b0_s", "b1_s", "b2_s", "b3_s", "host_s"), 0.0)
+    pool_data["models"][0]["engine"]["batch_time"] = zeros | {key: 1e-3}
+    engine = PoolSettings.model_validate(pool_data).models[0].engine
+    assert engine.batch_time is not None
+    assert engine.batch_time.batch_time().b0_s == 1e-3
+
+
 def test_settings_become_the_cores_types(pool: PoolSettings) -> None:
-    small = pool.model("small")
+    small, _ = pool.models
     assert isinstance(small.engine, EmulatedEngineSettings)
     scheduler = small.engine.scheduler_config(small.context_tokens)
     batch_time = small.engine.batch_time.batch_time()

@@ -10,7 +10,7 @@ from app.types import Estimator, InstanceSpec, LpsParameters
 
 @pytest.fixture
 def spec(pool: PoolSettings) -> InstanceSpec:
-    small = pool.model("small")
+    small, _ = pool.models
     assert isinstance(small.engine, EmulatedEngineSettings)
     scheduler = small.engine.scheduler_config(small.context_tokens)
     return small.instance_spec(
@@ -26,6 +26,7 @@ def seen(spec: InstanceSpec) -> Observation:
         arrival_qps=5.0,
         servable=True,
         fresh=True,
+        simulated=True,
         simulated_waiting_s=0.3,
         simulated_prefill_s=0.1,
         queued_prefill_tokens=2000,
@@ -57,6 +58,14 @@ def test_without_a_fresh_snapshot_lps_speaks_then_the_prior(
     said = estimate(preferred, replace(blind, spec=replace(seen.spec, lps=None)))
     assert said.estimator == Estimator.PRIOR
     assert said.waiting_s + said.prefill_s == pytest.approx(0.04)
+
+
+def test_a_simulation_that_met_its_bound_leaves_the_word_to_the_throughput(
+    seen: Observation,
+) -> None:
+    endless = replace(seen, simulated=False, simulated_waiting_s=math.inf)
+    said = estimate(Estimator.SFS, endless)
+    assert (said.estimator, said.waiting_s) == (Estimator.THROUGHPUT, pytest.approx(0.2))
 
 
 def test_what_can_never_be_admitted_waits_for_ever(seen: Observation) -> None:

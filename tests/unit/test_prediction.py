@@ -8,7 +8,8 @@ from app.types import Query
 def test_priors_speak_for_each_model_in_order(
     pool: PoolSettings, query: Callable[..., Query]
 ) -> None:
-    models = [pool.model("large").spec(), pool.model("small").spec()]
+    small, large = pool.models
+    models = [large.spec(), small.spec()]
     predictions = PriorPredictor(pool).predict(query(), models)
     assert [(p.quality, p.output_tokens, p.source) for p in predictions] == [
         (0.8, 200, "prior"),

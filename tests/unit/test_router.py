@@ -36,7 +36,7 @@ def router(pool: PoolSettings, clock: Clock) -> Router:
 
 
 def spec(pool: PoolSettings, model: str, number: int = 0) -> InstanceSpec:
-    settings = pool.model(model)
+    settings = {m.name: m for m in pool.models}[model]
     assert isinstance(settings.engine, EmulatedEngineSettings)
     scheduler = settings.engine.scheduler_config(settings.context_tokens)
     batch_time = settings.engine.batch_time.batch_time()
@@ -130,6 +130,18 @@ def test_a_released_query_no_longer_counts(
     decision = router.route(query())
     assert router.route(query(), dry_run=True).candidates[1].waiting == 1
     router.release(decision)
+    assert router.route(query(), dry_run=True).candidates[1].waiting == 0
+
+
+def test_a_released_query_counts_while_the_engine_still_has_it(
+    router: Router, engines: dict[str, Any], query: Ask
+) -> None:
+    asked = query()
+    decision = router.route(asked)
+    engines["large-0"].publish(NOW_S + 0.001, ((asked.request_key, 100),))
+    router.release(decision)
+    assert router.route(query(), dry_run=True).candidates[1].waiting == 1
+    engines["large-0"].publish(NOW_S + 0.002)
     assert router.route(query(), dry_run=True).candidates[1].waiting == 0
 
 
@@ -231,6 +243,42 @@ def test_round_robin_goes_over_replicas(router: Router, pool: PoolSettings, quer
     assert turns == ["small-0", "small-1", "small-2", "small-0"]
 
 
+@pytest.mark.parametrize("policy", ["constrained", "round_robin"])
+def test_round_robin_keeps_its_turn_amid_other_traffic(
+    router: Router, engines: dict[str, Any], query: Ask, policy: str
+) -> None:
+    turns = []
+    for _ in range(4):
+        turns.append(router.route(query(policy="round_robin")).choice.instance_id)
+        router.route(query(model="large", policy=policy))
+    assert turns == ["small-0", "large-0", "small-0", "large-0"]
+
+
+def test_round_robin_keeps_its_turn_amid_other_policies(
+    router: Router, engines: dict[str, Any], query: Ask
+) -> None:
+    turns = []
+    for _ in range(4):
+        turns.append(router.route(query(policy="round_robin")).choice.instance_id)
+        assert router.route(query(policy="latency_agnostic")).choice.instance_id == "large-0"
+    assert turns == ["small-0", "large-0", "small-0", "large-0"]
+
+
+def test_the_kv_cache_bounds_the_prompt(router: Router, pool: PoolSettings, query: Ask) -> None:
+    one = spec(pool, "small")
+    cache = SchedulerConfig(
+        max_num_batched_tokens=2048,
+        max_num_seqs=64,
+        block_size=16,
+        num_blocks=11,
+        max_model_len=4096,
+    )
+    router.add_instance(replace(one, scheduler=cache))
+    assert router.route(query(159)).choice.instance_id == "small-0"
+    with pytest.raises(NoCandidate, match=r"is 159 \(a context of 160\)"):
+        router.route(query(160))
+
+
 def test_max_tokens_caps_the_expected_answer(
     router: Router, engines: dict[str, Any], query: Ask
 ) -> None:
@@ -281,13 +329,15 @@ def test_instances_come_go_and_are_recalibrated(
     one = spec(pool, "small")
     slow = replace(one, batch_time=BatchTime(1.0, 0.0, 0.0, 0.0))
     router.add_instance(slow, engines["small-0"].path)
-    assert router.instance_ids == ("small-0", "large-0")
-    assert router.route(query(), dry_run=True).candidates[0].ttft_s == pytest.approx(1.0)
+    small, large = router.route(query(), dry_run=True).candidates
+    assert (small.instance_id, large.instance_id) == ("small-0", "large-0")
+    assert small.ttft_s == pytest.approx(1.0)
     decision = router.route(query(model="large"))
     router.remove_instance("large-0")
     router.remove_instance("large-0")
     router.release(decision)
-    assert router.instance_ids == ("small-0",)
+    (left,) = router.route(query(), dry_run=True).candidates
+    assert left.instance_id == "small-0"
 
 
 def test_an_instance_of_an_unknown_model_is_refused(router: Router, pool: PoolSettings) -> None:
@@ -305,7 +355,6 @@ def test_a_missing_shared_memory_is_named_and_can_be_given_later(
     later = engine(one.scheduler)
     later.publish(NOW_S)
     router.add_instance(one, later.path)
-    assert router.instance_ids == ("small-0",)
     assert router.fleet.snapshot(0) is not None
 
 

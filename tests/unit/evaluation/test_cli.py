@@ -124,6 +124,8 @@ def test_load_writes_every_outcome(serve: Serve, tmp_path: Path) -> None:
                 "4",
                 "--seed",
                 "3",
+                "--prompt-words",
+                "500",
                 "-o",
                 str(output),
             ],
@@ -132,7 +134,7 @@ def test_load_writes_every_outcome(serve: Serve, tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "4 of 4 answered" in result.output
     written = json.loads(output.read_text())
-    assert written["load"]["seed"] == 3
+    assert (written["load"]["seed"], written["load"]["prompt_words"]) == (3, 500)
     assert [r["output_tokens"] for r in written["requests"]] == [3] * 4
 
 
@@ -148,6 +150,22 @@ def test_load_shows_the_accuracy_of_its_own_requests_alone(serve: Serve, records
         SFS_ROW,
         "| all | throughput | 2 | 1500.0 | 100.0% | 50.0% | 150.0% | +50.0% |",
     ]
+
+
+def test_a_record_that_is_there_twice_stands_for_no_other(
+    serve: Serve, records: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.cli.RECORDS_WAIT_S", 0.0)
+    again = [record(0, ttft_s=1.0, predicted_s=1.1, throughput_s=0.5) for _ in range(2)]
+    write_records(records / "records-2.parquet", again)
+
+    def load(requests: int) -> str:
+        with serve() as server:
+            arguments = ["load", server.url, "--rate", "200", "--requests", str(requests)]
+            return CliRunner().invoke(app, [*arguments, "--records", str(records)]).output
+
+    assert "have no record" not in load(2)
+    assert "1 of 6 requests have no record" in load(6)
 
 
 def test_load_names_its_failures_and_exits_with_1(serve: Serve) -> None:

@@ -128,6 +128,19 @@ def test_arrivals_are_poisson_and_prompts_lognormal() -> None:
     assert log_words.std() == pytest.approx(PROMPT_WORDS_SIGMA, rel=0.1)
 
 
+def test_prompts_are_as_long_as_asked_for() -> None:
+    many = {"rate_qps": 4.0, "requests": 4000}
+    usual = [len(a.prompt.split()) for a in arrivals(load("http://unused", **many))]
+    long = [
+        len(a.prompt.split()) for a in arrivals(load("http://unused", prompt_words=600, **many))
+    ]
+
+    assert np.median(long) == pytest.approx(6 * np.median(usual), rel=0.05)
+    # A task of two to four words comes before the body.
+    assert 1000 < max(usual) <= 1005
+    assert 6000 < max(long) <= 6005
+
+
 def test_the_seed_alone_decides() -> None:
     assert arrivals(load("http://a")) == arrivals(load("http://b"))
     assert arrivals(load("http://a")) != arrivals(load("http://a", seed=2))
@@ -139,6 +152,7 @@ def test_the_seed_alone_decides() -> None:
         ({"url": "127.0.0.1:8000"}, "url must begin with http"),
         ({"requests": 0}, "requests must be from 1"),
         ({"requests": 1_000_000}, "requests must be from 1"),
+        ({"prompt_words": 0}, "prompt_words must be at least 1"),
         ({"rate_qps": 0.0}, "rate_qps must be positive"),
         ({"rate_qps": float("inf")}, "rate_qps must be positive"),
     ],
