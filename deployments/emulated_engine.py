@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +45,7 @@ _WORDS = (
 # Each would change what an answer looks like or means, which placeholder text cannot follow.
 _SINGLE = ("n", "best_of")
 _ABSENT = (
+    *("stop", "stop_token_ids", "use_beam_search"),
     *("logprobs", "top_logprobs", "prompt_logprobs", "echo", "suffix", "logit_bias"),
     *("tools", "tool_choice", "functions", "function_call", "audio", "modalities"),
     *(
@@ -86,9 +87,10 @@ class EmulatedEngine:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._engine.fileno(), self._dispatch)
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineEvent]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         try:
             _refuse_unsupported(request.body)
+            output_tokens = self._draw_output_tokens(request)
         except ApiError as refusal:
             yield Failed(refusal.status, refusal.error)
             return
@@ -99,7 +101,7 @@ class EmulatedEngine:
             self._engine.submit(
                 key,
                 request.prompt_token_ids,
-                self._draw_output_tokens(request),
+                output_tokens,
                 request.max_tokens,
                 request.predicted_output_tokens,
                 request.priority,
@@ -131,16 +133,17 @@ class EmulatedEngine:
 
     def _draw_output_tokens(self, request: EngineRequest) -> int:
         """The true length, of which the router knows nothing."""
+        min_tokens = _min_tokens(request)
         if request.body.get("ignore_eos"):
             return request.max_tokens
         sigma = self._lengths.sigma
         drawn = self._random.lognormal(math.log(self._lengths.mean) - sigma**2 / 2, sigma)
-        return max(1, round(drawn))
+        return max(1, min_tokens, round(drawn))
 
 
 async def _answer(
     request: EngineRequest, queue: asyncio.Queue[Progress | RuntimeError]
-) -> AsyncIterator[EngineEvent]:
+) -> AsyncGenerator[EngineEvent, None]:
     body = request.body
     prefix = "chatcmpl" if request.endpoint == "chat" else "cmpl"
     frame = AnswerFrame(
@@ -187,6 +190,20 @@ def _refuse_unsupported(body: dict[str, Any]) -> None:
         value = body.get(param)
         if value and value not in _HARMLESS.get(param, ()):
             raise _unsupported(param, "nothing there")
+
+
+def _min_tokens(request: EngineRequest) -> int:
+    min_tokens = request.body.get("min_tokens")
+    if min_tokens is None:
+        return 0
+    if type(min_tokens) is not int or not 0 <= min_tokens <= request.max_tokens:
+        raise ApiError(
+            400,
+            f"min_tokens must be a whole number from 0 to max_tokens, here {request.max_tokens}: "
+            f"{min_tokens!r}",
+            "min_tokens",
+        )
+    return min_tokens
 
 
 def _unsupported(param: str, supported: str) -> ApiError:

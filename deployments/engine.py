@@ -28,7 +28,8 @@ from deployments.messages import (
     InstanceReport,
 )
 from deployments.snapshots import SnapshotRelay
-from deployments.timing import Timing, given, measured
+from deployments.timing import Timing, at_present, given, measured
+from deployments.upkeep import raise_if_ended
 from deployments.warm_up import warm_up
 from sfs_ext import SnapshotReader
 
@@ -41,7 +42,7 @@ FLUSH_INTERVAL_S = 0.02
 FLUSHES_PER_S = 100 * (os.cpu_count() or 1)
 """Of all the replica's streams together: each costs Serve about a millisecond of a core on its way
 to the client, and first tokens must not wait for them."""
-REFIT_INTERVAL_S = 10.0
+MEASURE_INTERVAL_S = 10.0
 """Where batch times are measured: how often, so that they follow the machine's load."""
 
 
@@ -59,7 +60,6 @@ class EngineReplica:
             model=model.name,
             replica_id=replica_id,
             node_id=ray.get_runtime_context().get_node_id(),
-            node_ip=node_ip,
             snapshot_path=path,
             snapshot_endpoint=self._relay.endpoint,
             scheduler=self._engine.scheduler,
@@ -67,9 +67,13 @@ class EngineReplica:
         )
         self._streams = 0
         self._hub = hub
-        self._upkeep = [asyncio.create_task(self._keep_reporting())]
+        self._health_checks = 0
+        self._routable = asyncio.Event()
+        self._upkeep = [asyncio.create_task(self._keep_reporting(), name="reporting to the hub")]
         if self._report.timing.source == "steps":
-            self._upkeep.append(asyncio.create_task(self._keep_measuring()))
+            self._upkeep.append(
+                asyncio.create_task(self._keep_measuring(), name="measuring batch times")
+            )
 
     async def generate(
         self, request: EngineRequest, replica_id: str
@@ -86,6 +90,11 @@ class EngineReplica:
 
     async def check_health(self) -> None:
         await self._engine.check_health()
+        raise_if_ended(*self._upkeep)
+        # Serve's first check is the end of the start; with the second it routes to the replica.
+        self._health_checks += 1
+        if self._health_checks == 2:
+            self._routable.set()
 
     async def __del__(self) -> None:
         for task in self._upkeep:
@@ -101,6 +110,7 @@ class EngineReplica:
         return max(FLUSH_INTERVAL_S, self._streams / FLUSHES_PER_S)
 
     async def _keep_reporting(self) -> None:
+        await self._routable.wait()
         while True:
             try:
                 await self._hub.report.remote(self._report, self._relay.newest())
@@ -110,10 +120,11 @@ class EngineReplica:
             await asyncio.sleep(REPORT_INTERVAL_S)
 
     async def _keep_measuring(self) -> None:
+        fitted = self._report.timing
         while True:
-            await asyncio.sleep(REFIT_INTERVAL_S)
+            await asyncio.sleep(MEASURE_INTERVAL_S)
             try:
-                timing = await asyncio.to_thread(measured, self._report.snapshot_path)
+                timing = await asyncio.to_thread(at_present, fitted, self._report.snapshot_path)
             except ValueError as error:
                 logger.warning("batch times stay as they were: %s", error)
             else:

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from deployments.messages import InstanceReport
+from deployments.upkeep import raise_if_ended
 
 REPORT_INTERVAL_S = 1.0
 SILENT_AFTER_S = 10.0
@@ -50,7 +51,7 @@ class Hub:
         self._changed = asyncio.Condition()
         self._view: ray.ObjectRef | None = None
         self._started_s = time.monotonic()
-        self._upkeep = asyncio.create_task(self._keep())
+        self._upkeep = asyncio.create_task(self._keep(), name="the hub's upkeep")
 
     async def report(self, report: InstanceReport, snapshot: bytes | None) -> None:
         known = self._sightings.get(report.instance_id)
@@ -84,6 +85,9 @@ class Hub:
         For those who do not route: dashboards, audits, late joiners.
         """
         return [self._put_view() if self._view is None else self._view]
+
+    async def check_health(self) -> None:
+        raise_if_ended(self._upkeep)
 
     @property
     def _version(self) -> FleetVersion:

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
+import ray
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from ray import serve
@@ -57,7 +58,8 @@ class Ingress:
     ) -> None:
         self._settings = settings
         self._created_s = int(time.time())
-        self._router = QueryRouter(settings, hub, engines)
+        node_id = ray.get_runtime_context().get_node_id()
+        self._router = QueryRouter(settings, hub, engines, node_id)
 
     @app.post("/v1/chat/completions")
     async def post_chat_completions(self, request: Request) -> Response:
@@ -124,6 +126,9 @@ class Ingress:
             for name, context_tokens in contexts.items()
         ]
         return {"object": "list", "data": listed}
+
+    async def check_health(self) -> None:
+        self._router.check_health()
 
     def __del__(self) -> None:
         self._router.stop()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -29,8 +29,6 @@ class EngineRequest:
     max_tokens: int
     predicted_output_tokens: float
     priority: int
-    arrived_s: float
-    """Unix time at the ingress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,6 @@ class InstanceReport:
     model: str
     replica_id: str
     node_id: str
-    node_ip: str
     snapshot_path: str
     """Shared-memory file, readable on the replica's node."""
     snapshot_endpoint: str
@@ -99,7 +96,7 @@ class Engine(Protocol):
     @property
     def scheduler(self) -> SchedulerConfig: ...
 
-    def generate(self, request: EngineRequest) -> AsyncIterator[EngineEvent]:
+    def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         """Accepted, FirstToken, Payload…, Finished; or Failed. Closing it aborts the request."""
         ...
 

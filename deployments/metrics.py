@@ -27,24 +27,24 @@ _DECISION_BOUNDARIES_S = [1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2]
 class RouterMetrics:
     def __init__(self) -> None:
         self._predicted_ttft_s = Histogram(
-            "foretoken_predicted_ttft_s",
+            "foretoken_predicted_time_to_first_token_seconds",
             description="Time to first token as forecast for the chosen instance.",
             boundaries=_TTFT_BOUNDARIES_S,
             tag_keys=("model", "estimator"),
         )
         self._observed_ttft_s = Histogram(
-            "foretoken_observed_ttft_s",
+            "foretoken_time_to_first_token_seconds",
             description="Time from a request's arrival to its first token, at the ingress.",
             boundaries=_TTFT_BOUNDARIES_S,
             tag_keys=("model", "estimator"),
         )
         self._decision_s = Histogram(
-            "foretoken_decision_s",
+            "foretoken_decision_seconds",
             description="Wall time of one routing decision.",
             boundaries=_DECISION_BOUNDARIES_S,
         )
         self._requests = Counter(
-            "foretoken_requests",
+            "foretoken_requests_total",
             description="Requests by model and by how they ended.",
             tag_keys=("model", "outcome"),
         )
@@ -61,5 +61,5 @@ class RouterMetrics:
         self._observed_ttft_s.observe(ttft_s, tags)
 
     def ended(self, model: str, outcome: str) -> None:
-        """``outcome``: a finish reason, ``refused``, ``failed`` or ``disconnected``."""
+        """``outcome``: the engine's finish reason, ``error`` or ``disconnected``."""
         self._requests.inc(1, {"model": model, "outcome": outcome})

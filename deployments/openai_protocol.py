@@ -23,6 +23,8 @@ from app.types import TokenIds
 from deployments.messages import Endpoint
 
 DONE = b"data: [DONE]\n\n"
+MAX_NESTING = 100
+"""Of a body's objects and arrays: what is much deeper cannot be handed on to a replica."""
 SLO_HEADERS = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
 
 
@@ -178,11 +180,21 @@ def parse_json(data: bytes) -> dict[str, Any]:
     """The body of an HTTP request; ApiError 400 where it is not a JSON object."""
     try:
         body = json.loads(data)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    # ValueError: no JSON, no Unicode, or a number of more digits than Python converts.
+    except (ValueError, RecursionError) as error:
         raise ApiError(400, f"The body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
         raise ApiError(400, f"The body must be a JSON object, not {type(body).__name__}")
+    if _nests_deeper(body, MAX_NESTING):
+        raise ApiError(400, f"The body must not nest deeper than {MAX_NESTING} levels")
     return body
+
+
+def _nests_deeper(value: Any, levels: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    parts = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_nests_deeper(part, levels - 1) for part in parts)
 
 
 def parse(endpoint: Endpoint, body: Mapping[str, Any]) -> Generation:

@@ -25,15 +25,19 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from sfs_ext import SchedulerConfig, SnapshotWriter, batch_dtype, resident_dtype, step_dtype
+from sfs_ext import (
+    HEARTBEAT_S,
+    SchedulerConfig,
+    SnapshotWriter,
+    batch_dtype,
+    resident_dtype,
+    step_dtype,
+)
 
 logger = logging.getLogger(__name__)
 
 EXTRA_ARGS_KEY = "foretoken"
 """Names ours among ``SamplingParams.extra_args``."""
-
-RESTAMP_INTERVAL_S = 0.25
-"""How often an unchanged state is published anew: a quiet engine must differ from a dead one."""
 
 HANG_S = 60.0
 """A batch older than this is taken for a hung engine: its state is no longer vouched for."""
@@ -236,7 +240,7 @@ class StatePublisher:
 
     def _restamp(self) -> None:
         """Until closed: a state that no step has changed is still the state."""
-        while not self._closed.wait(RESTAMP_INTERVAL_S):
+        while not self._closed.wait(HEARTBEAT_S):
             self.guarded(self._restamp_once)
 
     def _restamp_once(self) -> None:
@@ -246,7 +250,7 @@ class StatePublisher:
             published_s, free_blocks, in_flight, residents = self._published
             now_s = time.time()
             hung = len(residents) > 0 and now_s - published_s > HANG_S
-            if now_s - published_s >= RESTAMP_INTERVAL_S and not hung:
+            if now_s - published_s >= HEARTBEAT_S and not hung:
                 self._writer.publish(now_s, free_blocks, in_flight, residents)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ray.exceptions import RayActorError
 from ray.serve.exceptions import ReplicaUnavailableError
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
@@ -27,7 +28,11 @@ class PickedReplicaRouter(RequestRouter):
     ) -> RunningReplica:
         # Serve's own loop waits and probes until some replica has room, and would wait without end
         # for one that is gone. A retry means that the picked one could not be reached.
+        wanted = pending_request.kwargs["replica_id"]
+        if is_retry:
+            # Not one of its subclasses, upon which Serve would retry without end.
+            raise RayActorError(error_msg=f"replica {wanted} cannot be reached")
         [picked] = await self.choose_replicas(list(self.curr_replicas.values()), pending_request)
-        if is_retry or not picked:
-            raise ReplicaUnavailableError(pending_request.kwargs["replica_id"])
+        if not picked:
+            raise ReplicaUnavailableError(wanted)
         return picked[0]

@@ -7,15 +7,15 @@ replica, and what is observed of it. The decision itself is ``app.router.Router.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import ray
 from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import RayServeException, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
@@ -43,12 +43,15 @@ from deployments.messages import (
 from deployments.metrics import RouterMetrics
 from deployments.openai_protocol import ApiError, Generation, parse
 from deployments.snapshots import SnapshotFeed
+from deployments.upkeep import raise_if_ended
 
 logger = logging.getLogger("ray.serve")
 
 LONG_PROMPT_CHARACTERS = 20_000
 """From here on tokenising would hold up the other requests."""
 HUB_RETRY_S = 1.0
+DEATHS_PER_REQUEST = 2
+"""A request that kills whoever runs it must not run on every replica."""
 
 T = TypeVar("T")
 
@@ -62,7 +65,13 @@ class Answer:
 
 
 class _ReplicaLost(Exception):
-    """The replica died before the first token: another may still answer."""
+    """The replica died, or cannot be reached yet, before the first token: another may answer."""
+
+    def __init__(self, decision: Decision, seen: _Observed, cause: Exception) -> None:
+        super().__init__(f"{decision.choice.instance_id}: {cause}")
+        self.decision = decision
+        self.seen = seen
+        self.died = isinstance(cause, RayActorError)
 
 
 class QueryRouter:
@@ -73,7 +82,9 @@ class QueryRouter:
         settings: PoolSettings,
         hub: DeploymentHandle,
         engines: Mapping[str, DeploymentHandle],
+        node_id: str,
     ) -> None:
+        """``node_id``: Ray's name of the node, on which snapshots are read in shared memory."""
         self._settings = settings
         self._models = {model.name: model for model in settings.models}
         self._hub = hub
@@ -84,12 +95,13 @@ class QueryRouter:
             self._tokenizers[name]
         self._router = Router(settings, PriorPredictor(settings))
         self._instances: dict[str, InstanceReport] = {}
-        self._node_id = ray.get_runtime_context().get_node_id()
+        self._node_id = node_id
         self._feed = SnapshotFeed(self._deliver)
         self._metrics = RouterMetrics()
         folder = settings.router.records_dir
         self._records = None if folder is None else RecordWriter(folder)
-        self._following = asyncio.create_task(self._follow_fleet())
+        self._following = asyncio.create_task(self._follow_fleet(), name="following the fleet")
+        self._removals: set[asyncio.Task[None]] = set()
 
     @property
     def missing_models(self) -> list[str]:
@@ -107,7 +119,7 @@ class QueryRouter:
         """The decision that ``answer`` would make; nothing is run or booked."""
         generation = parse(endpoint, body)
         query = await self._query(generation, arrived_s, slo_ms)
-        return self._decide(query, generation, frozenset(), dry_run=True)
+        return self._decide(query, generation, dry_run=True)
 
     async def answer(
         self,
@@ -119,34 +131,51 @@ class QueryRouter:
         """Routes and runs. ApiError while nothing has been answered."""
         generation = parse(endpoint, body)
         query = await self._query(generation, arrived_s, slo_ms)
-        lost: frozenset[str] = frozenset()
+        lost: list[_ReplicaLost] = []
         while True:
-            decision = self._decide(query, generation, lost, dry_run=False)
+            decision = self._decide_after(lost, query, generation)
             payloads = self._run(query, endpoint, generation, body, decision)
             try:
                 first = await anext(payloads)
-            except _ReplicaLost as error:
-                await self._hub.remove.remote(decision.choice.instance_id)
-                if lost:
-                    raise ApiError(
-                        503, f"two replicas died: {error}", type="server_error"
-                    ) from error
-                lost = frozenset({decision.choice.instance_id})
+            except _ReplicaLost as loss:
+                if loss.died:
+                    self._remove_in_background(decision.choice.instance_id)
+                lost.append(loss)
                 continue
             return Answer(decision, _with_first(first, payloads))
 
+    def check_health(self) -> None:
+        """Raises what keeps the router from following the fleet."""
+        raise_if_ended(self._following)
+
     def stop(self) -> None:
-        self._following.cancel()
+        for task in (self._following, *self._removals):
+            task.cancel()
         self._feed.stop()
         if self._records is not None:
             self._records.close()
+
+    def _decide_after(
+        self, lost: Sequence[_ReplicaLost], query: Query, generation: Generation
+    ) -> Decision:
+        """Among those not yet lost to this request; with none left, it ends with the last loss."""
+        try:
+            if sum(loss.died for loss in lost) == DEATHS_PER_REQUEST:
+                died = "; ".join(str(loss) for loss in lost if loss.died)
+                raise ApiError(503, f"replicas died: {died}", type="server_error")
+            exclude = frozenset(loss.decision.choice.instance_id for loss in lost)
+            return self._decide(query, generation, exclude)
+        except ApiError:
+            if lost:
+                self._settle(query, lost[-1].decision, lost[-1].seen)
+            raise
 
     def _decide(
         self,
         query: Query,
         generation: Generation,
-        exclude: frozenset[str],
-        dry_run: bool,
+        exclude: frozenset[str] = frozenset(),
+        dry_run: bool = False,
     ) -> Decision:
         try:
             decision = self._router.route(query, exclude, dry_run)
@@ -201,16 +230,18 @@ class QueryRouter:
         body: Mapping[str, Any],
         decision: Decision,
     ) -> AsyncGenerator[bytes, None]:
-        """The chosen replica's payloads; however it ends, booking and record are settled."""
+        """The chosen replica's payloads. However it ends, the booking is released, and the request
+        settled unless the replica was lost: then it is not over yet."""
         choice = decision.choice
         seen = _Observed(query.arrived_s, sent_s=time.time(), streams=bool(generation.stream))
         engine = self._engines[choice.model]
         replica_id = self._instances[choice.instance_id].replica_id
-        # By value: a token through Ray's object store costs three times the CPU time.
-        call = engine.options(stream=True, _by_reference=False).generate.remote(
-            self._request(query, endpoint, body, decision), replica_id=replica_id
-        )
+        lost = False
         try:
+            # By value: a token through Ray's object store costs three times the CPU time.
+            call = engine.options(stream=True, _by_reference=False).generate.remote(
+                self._request(query, endpoint, body, decision), replica_id=replica_id
+            )
             async for batch in call:
                 for event in batch:
                     if seen.first_token_arrives_with(event):
@@ -237,15 +268,31 @@ class QueryRouter:
         except Exception as error:
             seen.ending = "error"
             if isinstance(error, ReplicaUnavailableError | RayActorError) and seen.first_s is None:
-                raise _ReplicaLost(f"{choice.instance_id}: {error}") from error
+                lost = True
+                raise _ReplicaLost(decision, seen, error) from error
             logger.exception("%s broke off on %s", decision.decision_id, choice.instance_id)
             message = f"{choice.instance_id} failed: {error}"
             raise ApiError(500, message, type="server_error") from error
         finally:
             self._router.release(decision)
-            self._metrics.ended(choice.model, seen.ending)
-            if self._records is not None:
-                self._records.add(seen.record(query, decision))
+            if not lost:
+                self._settle(query, decision, seen)
+
+    def _settle(self, query: Query, decision: Decision, seen: _Observed) -> None:
+        """Once a request, with the decision that it ended with."""
+        self._metrics.ended(decision.choice.model, seen.ending)
+        if self._records is not None:
+            self._records.add(seen.record(query, decision))
+
+    def _remove_in_background(self, instance_id: str) -> None:
+        # The next attempt must not wait for the hub, which may be slow or dead itself.
+        task = asyncio.create_task(self._remove(instance_id))
+        self._removals.add(task)
+        task.add_done_callback(self._removals.discard)
+
+    async def _remove(self, instance_id: str) -> None:
+        with contextlib.suppress(RayError, RayServeException):
+            await self._hub.remove.remote(instance_id)
 
     def _request(
         self,
@@ -267,7 +314,6 @@ class QueryRouter:
             max_tokens=min(_first(query.max_tokens, room_tokens), room_tokens),
             predicted_output_tokens=choice.predicted_output_tokens,
             priority=query.priority,
-            arrived_s=query.arrived_s,
         )
 
     async def _follow_fleet(self) -> None:
@@ -287,11 +333,10 @@ class QueryRouter:
         # While an application is replaced, the hub may still know models of the old one.
         fleet = {r.instance_id: r for r in view.instances if r.model in self._models}
         for instance_id in self._instances.keys() - fleet.keys():
-            self._feed.unsubscribe(instance_id)
-            self._router.remove_instance(instance_id)
-            del self._instances[instance_id]
+            self._forget(instance_id)
         for instance_id, report in fleet.items():
-            if self._instances.get(instance_id) == report:
+            known = self._instances.get(instance_id)
+            if known == report:
                 continue
             spec = self._models[report.model].instance_spec(
                 instance_id,
@@ -303,14 +348,21 @@ class QueryRouter:
             here = report.node_id == self._node_id
             try:
                 self._router.add_instance(spec, report.snapshot_path if here else None)
-            except OSError as error:
-                # Its engine has just ended; if it has not, a later view brings it back.
+            except (OSError, ValueError) as error:
+                # Its engine has just ended, or lays its snapshots out in another version's way; if
+                # that changes, a later view brings it back.
                 logger.warning("%s is left out: %s", instance_id, error)
-                self._router.remove_instance(instance_id)
+                self._forget(instance_id)
                 continue
             self._instances[instance_id] = report
-            if not here:
+            endpoint = None if known is None else known.snapshot_endpoint
+            if not here and report.snapshot_endpoint != endpoint:
                 self._feed.subscribe(instance_id, report.snapshot_endpoint)
+
+    def _forget(self, instance_id: str) -> None:
+        self._feed.unsubscribe(instance_id)
+        self._router.remove_instance(instance_id)
+        self._instances.pop(instance_id, None)
 
     def _deliver(self, instance_id: str, snapshot: bytes) -> None:
         try:

@@ -6,12 +6,15 @@ keep only the last replica's snapshot, so each has its own.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
 import zmq
 
 from sfs_ext import SnapshotReader
+
+logger = logging.getLogger("ray.serve")
 
 WATCH_INTERVAL_MS = 2
 """How often a relay with subscribers looks for a new snapshot."""
@@ -23,7 +26,9 @@ class SnapshotRelay:
     """Sends an engine's snapshots to the routers on other nodes, if there are any."""
 
     def __init__(self, snapshot_path: str, node_ip: str) -> None:
+        self._path = snapshot_path
         self._reader = SnapshotReader(snapshot_path)
+        self._refused = False
         self._socket = zmq.Context.instance().socket(zmq.XPUB)
         self._socket.setsockopt(zmq.LINGER, 0)
         # Each new subscriber is told to us, not only the first: it needs what is current.
@@ -35,7 +40,14 @@ class SnapshotRelay:
         self._thread.start()
 
     def newest(self) -> bytes | None:
-        snapshot = self._reader.read()
+        """None before the first, and for one that contradicts itself: the instance goes stale."""
+        try:
+            snapshot = self._reader.read()
+        except ValueError as error:
+            if not self._refused:
+                self._refused = True
+                logger.warning("%s: snapshot refused, said once: %s", self._path, error)
+            return None
         return None if snapshot is None else snapshot.to_bytes()
 
     def stop(self) -> None:
@@ -52,9 +64,9 @@ class SnapshotRelay:
                 sent = 0 if joined else sent
             if not subscribers or (sequence := self._reader.sequence) == sent:
                 continue
+            sent = sequence
             if (data := self.newest()) is not None:
                 self._socket.send(data)
-                sent = sequence
         self._socket.close()
 
 

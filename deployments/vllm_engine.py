@@ -89,6 +89,11 @@ class VllmEngine:
                 f"model {model_name}: pipeline_parallel_size must be 1: the schedule of a pipeline "
                 "is not simulated"
             )
+        if config.speculative_config is not None:
+            raise ValueError(
+                f"model {model_name}: speculative_config must be left out: the schedule of "
+                "speculative decoding is not simulated"
+            )
         # Which scheduler is right is known only now: the platform has the last word on asynchrony.
         scheduler = (
             PublishingAsyncScheduler
@@ -111,7 +116,7 @@ class VllmEngine:
             engine.shutdown()
             raise
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineEvent]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
         flight = _Flight(request)
         task = asyncio.create_task(self._serve(flight), name=request.decision_id)
         try:

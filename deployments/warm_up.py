@@ -66,7 +66,6 @@ def _request(model: str, prompt_tokens: int, random: np.random.Generator) -> Eng
         max_tokens=OUTPUT_TOKENS,
         predicted_output_tokens=OUTPUT_TOKENS,
         priority=0,
-        arrived_s=time.time(),
     )
 
 

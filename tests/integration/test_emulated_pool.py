@@ -95,7 +95,9 @@ class TestAnswers:
         assert whole["object"] == "text_completion"
         assert len(whole["choices"][0]["text"].split()) == 5
         stream = chunks(client.post("/v1/completions", json={**body, "stream": True}).text)
-        assert [chunk["choices"][0]["text"] for chunk in stream if chunk["choices"]][-2:] != [""]
+        texts = [chunk["choices"][0]["text"] for chunk in stream]
+        assert len([text for text in texts if text]) == 5
+        assert "".join(texts) == whole["choices"][0]["text"]
         assert stream[-1]["choices"][0]["finish_reason"] == "length"
 
     def test_an_answer_stops_of_itself_at_lengths_that_vary(self, client: httpx.Client) -> None:
@@ -187,6 +189,7 @@ class TestRouting:
 
 
 LONG = [{"role": "user", "content": "word " * 7000}]
+NO_OBJECTS = [b"", b"{", b"[1]", b'"text"', b"\xff\xfe", b"null", b"[" * 100_000, b"1" * 5000]
 BAD = {
     "no messages": (chat(messages=[]), 400, "messages"),
     "messages missing": ({"model": "auto"}, 400, "messages"),
@@ -210,6 +213,8 @@ BAD = {
     ),
     "prompt longer than every context": (chat(messages=LONG), 400, "messages"),
     "several answers": (chat(n=2), 400, "n"),
+    "stop": (chat(stop=["."]), 400, "stop"),
+    "min_tokens above max_tokens": (chat(max_tokens=3, min_tokens=4), 400, "min_tokens"),
     "logprobs": (chat(logprobs=True), 400, "logprobs"),
     "tools": (chat(tools=[{"type": "function", "function": {"name": "f"}}]), 400, "tools"),
 }
@@ -253,7 +258,7 @@ class TestBadInput:
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "routing.ttft_slo_ms"
 
-    @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"text"', b"\xff\xfe", b"null"])
+    @pytest.mark.parametrize("body", NO_OBJECTS, ids=lambda body: repr(body[:12]))
     def test_body_that_is_no_object(self, client: httpx.Client, body: bytes) -> None:
         for path in ("/v1/chat/completions", "/v1/completions", "/v1/route"):
             response = client.post(path, content=body)

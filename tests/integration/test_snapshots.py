@@ -35,12 +35,12 @@ class Replica:
         self._writer = SnapshotWriter(self.path, CONFIG)
         self.relay = SnapshotRelay(self.path, "127.0.0.1")
 
-    def publish(self, *request_ids: int) -> None:
+    def publish(self, *request_ids: int, status: int = 1) -> None:
         residents = np.zeros(len(request_ids), resident_dtype)
         residents["id"] = request_ids
         residents["prompt_tokens"] = 100
         residents["max_tokens"] = 50
-        residents["status"] = 1
+        residents["status"] = status
         in_flight = np.zeros(0, batch_dtype)
         self._writer.publish(time.time(), 900, in_flight, residents)
 
@@ -146,3 +146,21 @@ def test_both_ways_give_the_same_forecast(replicas: list[Replica], tmp_path: Pat
     near, far = fleet.forecast(now_s, queries)
     assert near["ttft_s"] == far["ttft_s"] > 0
     assert near["waiting"] == far["waiting"] == 3
+
+
+def test_a_snapshot_that_contradicts_itself_is_none_and_the_next_is_sent(
+    replicas: list[Replica],
+    feed: SnapshotFeed,
+    received: queue.Queue[tuple[str, list[int]]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    replica = replicas[0]
+    replica.publish(1)
+    feed.subscribe("a", replica.relay.endpoint)
+    assert received.get(timeout=5) == ("a", [1])
+    replica.publish(2, status=7)
+    assert replica.relay.newest() is None
+    assert replica.relay.newest() is None
+    assert len([r for r in caplog.records if "snapshot refused" in r.message]) == 1
+    replica.publish(3)
+    assert received.get(timeout=5) == ("a", [3])

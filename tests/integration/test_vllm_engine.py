@@ -95,7 +95,6 @@ def request(endpoint: Any, ids: list[int], max_tokens: int, **body: Any) -> Engi
         max_tokens=max_tokens,
         predicted_output_tokens=7.5,
         priority=0,
-        arrived_s=time.time(),
     )
 
 
@@ -260,6 +259,7 @@ def test_the_snapshot_names_the_request_and_follows_it(run: Run, engine: VllmEng
     assert engine.scheduler.max_model_len == CONTEXT_TOKENS
     assert not engine.scheduler.async_scheduling  # never on a CPU
     asked = chat(max_tokens=100, stream=True)
+    asked_s = time.time()
 
     async def watch() -> list[np.void]:
         seen: list[np.void] = []
@@ -275,7 +275,7 @@ def test_the_snapshot_names_the_request_and_follows_it(run: Run, engine: VllmEng
         assert resident["predicted_output_tokens"] == 7.5
         assert resident["prompt_tokens"] == len(CHAT_IDS)
         assert resident["max_tokens"] == 100
-        assert abs(resident["arrival_s"] - asked.arrived_s) < 5
+        assert abs(resident["arrival_s"] - asked_s) < 5
     outputs = [int(resident["output_tokens"]) for resident in seen]
     assert outputs == sorted(outputs)
     assert outputs[-1] - outputs[0] > 50
@@ -332,6 +332,10 @@ def test_health(run: Run, engine: VllmEngine) -> None:
         ({"max_model_length": 10}, "vLLM knows no argument engine.args.max_model_length"),
         ({"tensor_parallel_size": 2}, "engine.args.tensor_parallel_size follows from"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size must be 1"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "speculative_config must be left out",
+        ),
     ],
 )
 def test_arguments_that_cannot_be(
