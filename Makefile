@@ -25,12 +25,17 @@ setup: $(VENV)/.deps $(VENV)/.extension
 serve serve-cpu: export RAY_SERVE_THROUGHPUT_OPTIMIZED := 1
 serve serve-cpu: export RAY_SERVE_ENABLE_DIRECT_INGRESS := 0
 
+PORT_IS_FREE = ! (exec 3<>/dev/tcp/127.0.0.1/8000) 2>/dev/null || \
+  { echo "port 8000 is taken: is a pool being served already?"; exit 1; }
+
 serve: setup
+	@$(PORT_IS_FREE)
 	$(SERVE) pool=configs/pools/emulated.yaml
 
 # vLLM's CPU kernels lose much of their speed under another OpenMP runtime than Intel's, and a runtime
 # can be put first only at process start; the engines inherit it from here.
 serve-cpu: $(VENV)/.deps-cpu $(VENV)/.extension
+	@$(PORT_IS_FREE)
 	$(BIN)/python -m deployments.smollm2 build/models
 	LD_PRELOAD=$(abspath $(VENV)/lib/libiomp5.so) $(SERVE) pool=configs/pools/cpu.yaml
 
