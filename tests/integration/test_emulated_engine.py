@@ -8,25 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_engine import small_engine
 
-from app.config import EmulatedEngineSettings
 from app.identity import new_decision_id, request_key
 from deployments.emulated_engine import EmulatedEngine
 from deployments.messages import EngineEvent, EngineRequest, Failed, Finished
 
-SETTINGS = EmulatedEngineSettings.model_validate(
-    {
-        "kind": "emulated",
-        "scheduler": {
-            "max_num_batched_tokens": 2048,
-            "max_num_seqs": 64,
-            "block_size": 16,
-            "num_blocks": 4000,
-            "async_scheduling": False,
-        },
-        "batch_time": {"b0_s": 1e-4, "b1_s": 1e-7, "b2_s": 1e-9, "b3_s": 1e-11},
-        "output_tokens": {"mean": 3, "sigma": 0.1},
-    }
+SETTINGS = small_engine(
+    batch_time={"b0_s": 1e-4, "b1_s": 1e-7, "b2_s": 1e-9, "b3_s": 1e-11},
+    output_tokens={"mean": 3, "sigma": 0.1},
 )
 
 

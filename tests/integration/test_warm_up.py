@@ -7,26 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from small_engine import small_engine
 
-from app.config import EmulatedEngineSettings
 from deployments.emulated_engine import EmulatedEngine
 from deployments.timing import Timing, at_present, measured
 from deployments.warm_up import warm_up
 from sfs_ext import BatchTime
 
-SETTINGS = EmulatedEngineSettings.model_validate(
-    {
-        "kind": "emulated",
-        "scheduler": {
-            "max_num_batched_tokens": 2048,
-            "max_num_seqs": 64,
-            "block_size": 16,
-            "num_blocks": 4000,
-            "async_scheduling": False,
-        },
-        "batch_time": {"b0_s": 4e-3, "b1_s": 1e-5, "b2_s": 1e-7, "b3_s": 1e-9},
-        "output_tokens": {"mean": 50, "sigma": 0.5},
-    }
+SETTINGS = small_engine(
+    batch_time={"b0_s": 4e-3, "b1_s": 1e-5, "b2_s": 1e-7, "b3_s": 1e-9},
+    output_tokens={"mean": 50, "sigma": 0.5},
 )
 
 # Twice what the settings say: the engine's own steps bring it back.

@@ -2,7 +2,6 @@
 // batches last as long as a batch-time model says.
 #pragma once
 
-#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
