@@ -9,6 +9,16 @@ namespace {
 
 constexpr double not_started = std::numeric_limits<double>::quiet_NaN();
 
+// In how many of the batches in flight, from the newest back, the resident decodes.
+std::int32_t newest_decodes(const Resident& resident, std::size_t depth) {
+  std::int32_t decodes = 0;
+  for (std::size_t i = depth; i-- > 0; ++decodes)
+    if (resident.in_flight_tokens[i] != 1 || resident.in_flight_emits[i] == 0 ||
+        resident.computed_tokens - decodes - 1 < resident.prompt_tokens)
+      break;
+  return decodes;
+}
+
 }  // namespace
 
 void capture(const EngineLoop& loop, double published_s, Snapshot& into) {
@@ -79,17 +89,19 @@ std::int32_t expected_output_tokens(double predicted, double sigma, std::int32_t
 }
 
 void restore(const Snapshot& snapshot, const BatchTime& batch_time, double length_sigma,
-             EngineLoop& into) {
+             EngineLoop& into, Stepping stepping) {
   SchedulerConfig config = snapshot.config;
   config.enable_prefix_caching = false;
   into = EngineLoop(config, batch_time);
   into.scheduler.restore_free_blocks(snapshot.header.free_blocks);
 
   const auto depth = static_cast<std::size_t>(snapshot.header.in_flight_batches);
+  if (stepping == Stepping::grouped) into.scheduler.group_decodes(depth);
   for (std::size_t i = 0; i < depth; ++i) {
     const BatchInFlight& from = snapshot.header.in_flight[i];
     InFlight& batch = into.push();
     batch.batch.shape = from.shape();
+    batch.batch.steady = stepping == Stepping::grouped;
     batch.start_s = std::isnan(from.started_s) ? std::max(into.device_free_s, 0.0)
                                                : from.started_s - snapshot.header.published_s;
     batch.end_s = batch.start_s + batch_time.seconds(batch.batch.shape);
@@ -120,8 +132,10 @@ void restore(const Snapshot& snapshot, const BatchTime& batch_time, double lengt
       request.in_flight_tokens += resident.in_flight_tokens[i];
       request.batches_in_flight += resident.in_flight_tokens[i] > 0;
     }
-    const Slot slot = into.scheduler.restore(request);
-    for (std::size_t i = 0; i < depth; ++i)
+    const std::int32_t decodes = newest_decodes(resident, depth);
+    const auto [slot, steady] = into.scheduler.restore(request, decodes);
+    const std::size_t named = depth - static_cast<std::size_t>(steady ? decodes : 0);
+    for (std::size_t i = 0; i < named; ++i)
       if (resident.in_flight_tokens[i] > 0)
         into.in_flight(i).batch.entries.push_back({.slot = slot,
                                                    .tokens = resident.in_flight_tokens[i],

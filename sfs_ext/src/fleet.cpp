@@ -7,8 +7,6 @@
 #include <unordered_set>
 #include <utility>
 
-#include "sfs/engine_state.h"
-
 namespace sfs {
 namespace {
 
@@ -21,8 +19,10 @@ std::int64_t remaining_prefill_tokens(const Resident& resident) {
 
 // Shared memory shows a step as soon as it is scheduled. None newer to be seen means that the
 // batch at hand still runs, however long it was thought to take.
+bool is_overdue(const EngineLoop& loop, double now_s) {
+  return loop.in_flight() > 0 && loop.oldest().end_s < now_s;
+}
 void hold_until(EngineLoop& loop, double now_s) {
-  if (loop.in_flight() == 0 || loop.oldest().end_s >= now_s) return;
   loop.oldest().end_s = now_s;
   loop.device_free_s = now_s;
   if (loop.in_flight() < 2) return;
@@ -42,6 +42,7 @@ std::int32_t Fleet::add(const SchedulerConfig& config, const BatchTime& batch_ti
   auto instance = std::make_shared<Instance>();
   instance->batch_time = batch_time;
   instance->length_sigma = length_sigma;
+  instance->stepping = stepping_;
   instance->snapshot.config = config;
   const std::unique_lock lock(mutex_);
   instances_.push_back(std::move(instance));
@@ -65,13 +66,13 @@ std::shared_ptr<Fleet::Instance> Fleet::at(std::int32_t instance) const {
 void Fleet::attach(std::int32_t number, const std::string& path) {
   SnapshotReader reader(path);
   const auto instance = at(number);
-  const std::lock_guard lock(instance->mutex);
+  const std::unique_lock lock(instance->mutex);
   instance->reader.emplace(std::move(reader));
 }
 
 bool Fleet::update(std::int32_t number, Snapshot snapshot) {
   const auto instance = at(number);
-  const std::lock_guard lock(instance->mutex);
+  const std::unique_lock lock(instance->mutex);
   if (snapshot.header.sequence <= instance->snapshot.header.sequence) return false;
   std::swap(instance->incoming, snapshot);
   instance->accept();
@@ -80,15 +81,14 @@ bool Fleet::update(std::int32_t number, Snapshot snapshot) {
 
 void Fleet::calibrate(std::int32_t number, const BatchTime& batch_time) {
   const auto instance = at(number);
-  const std::lock_guard lock(instance->mutex);
+  const std::unique_lock lock(instance->mutex);
   instance->batch_time = batch_time;
-  if (instance->snapshot.header.sequence > 0)
-    restore(instance->snapshot, batch_time, instance->length_sigma, instance->loop);
+  if (instance->snapshot.header.sequence > 0) instance->restart();
 }
 
 void Fleet::book(std::int32_t number, const Arrival& arrival) {
   const auto instance = at(number);
-  const std::lock_guard lock(instance->mutex);
+  const std::unique_lock lock(instance->mutex);
   if (!instance->snapshot.config.can_admit(arrival.prompt_tokens) || arrival.max_tokens < 1)
     throw std::invalid_argument("fleet: a query with " + std::to_string(arrival.prompt_tokens) +
                                 " prompt tokens and max_tokens " +
@@ -98,26 +98,33 @@ void Fleet::book(std::int32_t number, const Arrival& arrival) {
   const auto later = std::upper_bound(
       bookings.begin(), bookings.end(), arrival.arrival_s,
       [](double arrival_s, const Arrival& other) { return arrival_s < other.arrival_s; });
+  // Whoever comes last changes nothing for those before; anybody else does.
+  const double kept_from_s =
+      instance->snapshot.header.published_s + instance->kept.earliest_arrival_s;
+  if (later != bookings.end() || arrival.arrival_s < kept_from_s) instance->kept.valid = false;
   bookings.insert(later, arrival);
 }
 
 bool Fleet::unbook(std::int32_t number, std::uint64_t request_id) {
   const auto instance = at(number);
-  const std::lock_guard lock(instance->mutex);
-  return std::erase_if(instance->bookings,
-                       [=](const Arrival& booked) { return booked.id == request_id; }) > 0;
+  const std::unique_lock lock(instance->mutex);
+  const bool was_booked = std::erase_if(instance->bookings, [=](const Arrival& booked) {
+                            return booked.id == request_id;
+                          }) > 0;
+  if (was_booked) instance->kept.valid = false;
+  return was_booked;
 }
 
 std::optional<Snapshot> Fleet::snapshot(std::int32_t number) {
   const auto instance = at(number);
-  const std::lock_guard lock(instance->mutex);
+  const std::unique_lock lock(instance->mutex);
   instance->refresh();
   if (instance->snapshot.header.sequence == 0) return std::nullopt;
   return instance->snapshot;
 }
 
 void Fleet::Instance::refresh() {
-  if (!reader || reader->sequence() <= snapshot.header.sequence) return;
+  if (!behind()) return;
   try {
     if (reader->read(incoming) && incoming.header.sequence > snapshot.header.sequence) accept();
   } catch (const std::invalid_argument&) {
@@ -130,11 +137,24 @@ void Fleet::Instance::accept() {
   queued_prefill_tokens = 0;
   for (const Resident& resident : snapshot.residents)
     queued_prefill_tokens += remaining_prefill_tokens(resident);
-  restore(snapshot, batch_time, length_sigma, loop);
+  restart();
   if (bookings.empty()) return;
   std::unordered_set<std::uint64_t> named;
   for (const Resident& resident : snapshot.residents) named.insert(resident.id);
   std::erase_if(bookings, [&](const Arrival& booked) { return named.contains(booked.id); });
+}
+
+void Fleet::Instance::restart() {
+  restore(snapshot, batch_time, length_sigma, simulation.loop, stepping);
+  simulation.begin();
+  kept.valid = false;
+}
+
+bool Fleet::Instance::take_kept(double arrival_s, Simulation& into) {
+  const std::lock_guard lock(kept_mutex);
+  if (!kept.valid || arrival_s < kept.earliest_arrival_s) return false;
+  into = kept.simulation;
+  return true;
 }
 
 void Fleet::forecast(double now_s, std::span<const CandidateQuery> queries,
@@ -145,43 +165,57 @@ void Fleet::forecast(double now_s, std::span<const CandidateQuery> queries,
 
 CandidateForecast Fleet::forecast_one(Instance& instance, double now_s,
                                       const CandidateQuery& query) {
-  static thread_local EngineLoop loop;
+  static thread_local Simulation simulation;
   static thread_local std::vector<Arrival> ahead;
+  std::shared_lock lock(instance.mutex);
+  if (instance.behind()) {
+    lock.unlock();
+    {
+      const std::unique_lock writing(instance.mutex);
+      instance.refresh();
+    }
+    lock.lock();
+  }
+  const SnapshotHeader& header = instance.snapshot.header;
   CandidateForecast forecast{};
   forecast.instance = query.instance;
-  forecast.age_s = std::numeric_limits<double>::quiet_NaN();
-  double published_s = 0.0;
-  {
-    const std::lock_guard lock(instance.mutex);
-    instance.refresh();
-    const SnapshotHeader& header = instance.snapshot.header;
-    forecast.booked = static_cast<std::int32_t>(instance.bookings.size());
-    forecast.running = header.running;
-    forecast.waiting = header.waiting + header.omitted + forecast.booked;
-    forecast.queued_prefill_tokens = instance.queued_prefill_tokens;
-    for (const Arrival& booked : instance.bookings)
-      forecast.queued_prefill_tokens += booked.prompt_tokens;
-    if (header.sequence == 0) {
-      forecast.status = static_cast<std::int32_t>(
-          instance.snapshot.config.can_admit(query.prompt_tokens) ? ForecastStatus::no_snapshot
-                                                                  : ForecastStatus::never);
-      forecast.ttft_s = forecast.waiting_s = std::numeric_limits<double>::infinity();
-      return forecast;
-    }
-    published_s = header.published_s;
-    loop = instance.loop;
-    ahead.assign(instance.bookings.begin(), instance.bookings.end());
-    forecast.age_s = now_s - published_s;
-    if (instance.reader) hold_until(loop, now_s - published_s);
+  forecast.booked = static_cast<std::int32_t>(instance.bookings.size());
+  forecast.running = header.running;
+  forecast.waiting = header.waiting + header.omitted + forecast.booked;
+  forecast.queued_prefill_tokens = instance.queued_prefill_tokens;
+  for (const Arrival& booked : instance.bookings)
+    forecast.queued_prefill_tokens += booked.prompt_tokens;
+  if (header.sequence == 0) {
+    forecast.status = static_cast<std::int32_t>(
+        instance.snapshot.config.can_admit(query.prompt_tokens) ? ForecastStatus::no_snapshot
+                                                                : ForecastStatus::never);
+    forecast.ttft_s = forecast.waiting_s = std::numeric_limits<double>::infinity();
+    forecast.age_s = std::numeric_limits<double>::quiet_NaN();
+    return forecast;
   }
-  for (Arrival& booked : ahead) booked.arrival_s -= published_s;
+  forecast.age_s = now_s - header.published_s;
   const Arrival arrival{.id = 0,
-                        .arrival_s = query.arrival_s - published_s,
+                        .arrival_s = query.arrival_s - header.published_s,
                         .prompt_tokens = query.prompt_tokens,
                         .predicted_output_tokens = query.predicted_output_tokens,
                         .max_tokens = query.max_tokens,
                         .priority = query.priority};
-  const FirstToken first = forecast_first_token(loop, ahead, arrival);
+  ahead.assign(instance.bookings.begin(), instance.bookings.end());
+  for (Arrival& booked : ahead) booked.arrival_s -= header.published_s;
+
+  // What is held depends on the time of asking, so it is nothing to keep.
+  const bool held =
+      instance.reader && is_overdue(instance.simulation.loop, now_s - header.published_s);
+  if (held || !instance.take_kept(arrival.arrival_s, simulation)) simulation = instance.simulation;
+  if (held) hold_until(simulation.loop, now_s - header.published_s);
+  const KeepSimulation keep = [&](const Simulation& reached) {
+    const std::lock_guard kept_lock(instance.kept_mutex);
+    instance.kept.simulation = reached;
+    instance.kept.earliest_arrival_s = arrival.arrival_s;
+    instance.kept.valid = true;
+  };
+  const FirstToken first =
+      forecast_first_token(simulation, ahead, arrival, held ? KeepSimulation{} : keep);
   forecast.status = static_cast<std::int32_t>(first.status);
   forecast.waiting_s = first.waiting_s;
   forecast.prefill_s = first.prefill_s;

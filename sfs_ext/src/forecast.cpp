@@ -6,6 +6,7 @@
 namespace sfs {
 namespace {
 
+constexpr std::int64_t pass_cost = 8;  // of one without requests, in requests
 constexpr double never_s = std::numeric_limits<double>::infinity();
 
 Request request_of(const Arrival& arrival) {
@@ -24,74 +25,115 @@ Request request_of(const Arrival& arrival) {
   return request;
 }
 
+// Whether the last in the queue makes no difference to those before it (rules 3 and 9).
+bool tail_is_inert(const SchedulerConfig& config) {
+  return config.policy == Policy::fcfs && config.long_prefill_token_threshold == 0;
+}
+
+// The query on its way through a simulation.
+class Query {
+ public:
+  Query(const Arrival& arrival, const KeepSimulation& keep) : arrival_(arrival), keep_(keep) {}
+
+  double next_arrival_s() const { return arrived() ? never_s : arrival_.arrival_s; }
+  bool arrived() const { return slot_ != not_added; }
+
+  void arrive(Simulation& simulation, bool is_last) {
+    slot_ = simulation.loop.scheduler.add(request_of(arrival_));
+    queue_ahead_ = simulation.loop.scheduler.waiting().size();
+    stands_behind_ = keep_ && is_last && tail_is_inert(simulation.loop.scheduler.config());
+  }
+
+  void scheduled(Simulation& simulation) {
+    if (!arrived()) return;
+    Scheduler& scheduler = simulation.loop.scheduler;
+    if (!begun_ && scheduler.request(slot_).status == Status::running) {
+      begun_ = true;
+      begun_s_ = simulation.loop.newest().start_s;
+    }
+    stands_behind_ = stands_behind_ && scheduler.waiting().size() > 1;
+    if (stands_behind_ && 8 * (scheduler.waiting().size() - 1) <= queue_ahead_) {
+      queue_ahead_ = scheduler.waiting().size() - 1;
+      scheduler.withdraw(slot_);
+      keep_(simulation);
+      slot_ = scheduler.add(request_of(arrival_));
+    }
+  }
+
+  bool first_token_in(std::span<const Token> tokens) const {
+    return std::any_of(tokens.begin(), tokens.end(),
+                       [this](const Token& token) { return token.slot == slot_; });
+  }
+  double waiting_s() const { return begun_s_ - arrival_.arrival_s; }
+  double prefill_s(double now_s) const { return now_s - begun_s_; }
+
+ private:
+  static constexpr Slot not_added = std::numeric_limits<Slot>::max();
+
+  const Arrival& arrival_;
+  const KeepSimulation& keep_;
+  Slot slot_ = not_added;
+  bool begun_ = false;
+  double begun_s_ = 0.0;
+  bool stands_behind_ = false;
+  std::size_t queue_ahead_ = 0;
+};
+
 }  // namespace
 
-FirstToken forecast_first_token(EngineLoop& loop, std::span<const Arrival> ahead,
-                                const Arrival& query, std::int64_t max_requests) {
-  FirstToken result;
-  if (!loop.scheduler.config().can_admit(query.prompt_tokens)) {
-    result.status = ForecastStatus::never;
-    result.waiting_s = never_s;
-    return result;
-  }
-  constexpr Slot not_added = std::numeric_limits<Slot>::max();
-  Slot query_slot = not_added;
-  bool prefill_begun = false;
-  double prefill_start_s = 0.0;
-  double now_s = 0.0;
-  auto next = ahead.begin();
-  static thread_local std::vector<Token> tokens;
-
-  // The snapshot was taken right after a pass had scheduled, so the first one begins there.
-  EngineLoop::Pass pass;
+void Simulation::begin() {
+  pass = {};
   pass.scheduled = loop.in_flight() > 0;
   pass.executed = pass.scheduled && loop.newest().batch.shape.tokens > 0;
   pass.waits = loop.waits(pass.scheduled, pass.executed);
-  for (std::int64_t looked_at = 0; looked_at < max_requests;
-       looked_at += 1 + static_cast<std::int64_t>(loop.scheduler.running().size())) {
+  now_s = 0.0;
+  arrived = 0;
+  batches = 0;
+  looked_at = 0;
+}
+
+FirstToken forecast_first_token(Simulation& simulation, std::span<const Arrival> ahead,
+                                const Arrival& arrival, const KeepSimulation& keep,
+                                std::int64_t max_requests) {
+  auto& [loop, pass, now_s, arrived, batches, looked_at] = simulation;
+  if (!loop.scheduler.config().can_admit(arrival.prompt_tokens))
+    return {.status = ForecastStatus::never, .waiting_s = never_s};
+  static thread_local std::vector<Token> tokens;
+  Query query(arrival, keep);
+
+  while (looked_at < max_requests) {
     if (pass.waits) {
       now_s = std::max(now_s, loop.oldest().end_s);
       tokens.clear();
       loop.complete_oldest(tokens);
-      for (const Token& token : tokens) {
-        if (token.slot != query_slot) continue;
-        result.waiting_s = prefill_start_s - query.arrival_s;
-        result.prefill_s = now_s - prefill_start_s;
-        return result;
-      }
+      if (query.first_token_in(tokens))
+        return {.waiting_s = query.waiting_s(),
+                .prefill_s = query.prefill_s(now_s),
+                .batches = batches};
     }
     if (!pass.executed && loop.scheduler.has_requests()) now_s += idle_sleep_s;
 
-    if (!loop.busy()) {
-      const double next_s = next == ahead.end() ? query.arrival_s : next->arrival_s;
-      now_s = std::max(now_s, std::min(next_s, query.arrival_s));
-    }
-    for (; next != ahead.end() && next->arrival_s <= now_s; ++next)
-      loop.scheduler.add(request_of(*next));
-    if (query_slot == not_added && query.arrival_s <= now_s)
-      query_slot = loop.scheduler.add(request_of(query));
+    const auto next_ahead_s = [&] {
+      return arrived < ahead.size() ? ahead[arrived].arrival_s : never_s;
+    };
+    if (!loop.busy()) now_s = std::max(now_s, std::min(next_ahead_s(), arrival.arrival_s));
+    for (; next_ahead_s() <= now_s; ++arrived) loop.scheduler.add(request_of(ahead[arrived]));
+    if (!query.arrived() && arrival.arrival_s <= now_s)
+      query.arrive(simulation, arrived == ahead.size());
 
-    if (!prefill_begun) {  // from then on the end is near, and a stride could pass over it
-      const double next_arrival_s = std::min(next == ahead.end() ? never_s : next->arrival_s,
-                                             query_slot == not_added ? query.arrival_s : never_s);
-      if (const auto batches = loop.advance_decode_run(now_s, next_arrival_s); batches > 0) {
-        result.batches += batches;
-        pass = {.scheduled = true, .executed = true, .waits = false};
-        continue;
-      }
+    const double next_arrival_s = std::min(next_ahead_s(), query.next_arrival_s());
+    if (const auto run = loop.advance_decode_run(now_s, next_arrival_s); run > 0) {
+      batches += static_cast<std::int32_t>(run);
+      looked_at += pass_cost;
+      pass = {.scheduled = true, .executed = true, .waits = false};
+      continue;
     }
-
     pass = loop.schedule(now_s);
-    result.batches += pass.executed;
-    if (!prefill_begun && query_slot != not_added &&
-        loop.scheduler.request(query_slot).status == Status::running) {
-      prefill_begun = true;
-      prefill_start_s = loop.newest().start_s;
-    }
+    batches += pass.executed;
+    looked_at += pass_cost + static_cast<std::int64_t>(loop.scheduler.running().size());
+    query.scheduled(simulation);
   }
-  result.status = ForecastStatus::bound;
-  result.waiting_s = never_s;
-  return result;
+  return {.status = ForecastStatus::bound, .waiting_s = never_s, .batches = batches};
 }
 
 }  // namespace sfs

@@ -40,13 +40,20 @@ Slot Scheduler::add(const Request& request, std::vector<BlockKey> keys) {
   return slot;
 }
 
-Slot Scheduler::restore(const Request& request) {
+Scheduler::Restored Scheduler::restore(const Request& request, std::int32_t steady_in_flight) {
   const Slot slot = store(request);
-  if (request.status == Status::running)
-    running_.push_back(slot);
-  else
+  if (request.status != Status::running) {
     waiting_.push_back(slot);
-  return slot;
+    return {slot, false};
+  }
+  requests_[slot].admitted = admissions_++;
+  const bool steady = groups_decodes_ && steady_in_flight <= emits_in_flight(request) &&
+                      decodes_steadily(requests_[slot]);
+  if (steady)
+    join_steady(slot, steady_in_flight);
+  else
+    running_.push_back(slot);
+  return {slot, steady};
 }
 
 void Scheduler::enqueue(Slot slot, bool at_front) {
@@ -66,6 +73,11 @@ void Scheduler::schedule(Batch& batch) {
   batch.clear();
   std::int32_t budget = config_.max_num_batched_tokens;
   const std::int32_t threshold = long_prefill_threshold();
+  if (groups_decodes_) {
+    regroup();
+    if (!leaves_steady_alone(budget, threshold)) ungroup();
+    schedule_steady(batch, budget);
+  }
   schedule_running(batch, budget, threshold);
   if (batch.preempted.empty()) schedule_waiting(batch, budget, threshold);
   finish_step(batch);
@@ -73,25 +85,29 @@ void Scheduler::schedule(Batch& batch) {
 
 // Rule 3; 0 means no threshold.
 std::int32_t Scheduler::long_prefill_threshold() const {
-  const auto present = static_cast<std::int32_t>(running_.size() + waiting_.size());
+  const auto present = static_cast<std::int32_t>(running_count() + waiting_.size());
   const std::int32_t threshold = present > 1 ? config_.long_prefill_token_threshold : 0;
   if (threshold > 0 && config_.long_prefill_token_threshold_adaptive)
     return std::max(threshold, config_.max_num_batched_tokens / present);
   return threshold;
 }
 
+// Rules 4 and 5, before the budget.
+std::int32_t Scheduler::wanted_tokens(const Request& request, std::int32_t threshold) const {
+  // Its last token is in flight already.
+  if (request.placeholders > 0 &&
+      request.computed + 2 - request.placeholders >= request.prompt_tokens + request.max_tokens)
+    return 0;
+  std::int32_t tokens = request.known_tokens() + request.placeholders - request.computed;
+  if (threshold > 0) tokens = std::min(tokens, threshold);
+  return std::min(tokens, config_.max_model_len - request.computed - 1);
+}
+
 void Scheduler::schedule_running(Batch& batch, std::int32_t& budget, std::int32_t threshold) {
   for (std::size_t i = 0; i < running_.size() && budget > 0; ++i) {
     const Slot slot = running_[i];
     Request& request = requests_[slot];
-    // Rule 4: its last token is in flight already.
-    if (request.placeholders > 0 &&
-        request.computed + 2 - request.placeholders >= request.prompt_tokens + request.max_tokens)
-      continue;
-    // Rule 5.
-    std::int32_t tokens = request.known_tokens() + request.placeholders - request.computed;
-    if (threshold > 0) tokens = std::min(tokens, threshold);
-    tokens = std::min({tokens, budget, config_.max_model_len - request.computed - 1});
+    const std::int32_t tokens = std::min(wanted_tokens(request, threshold), budget);
     if (tokens <= 0) continue;
 
     bool allocated = kv_.allocate(request, slot, tokens);
@@ -147,14 +163,14 @@ Scheduler::Admission Scheduler::admission_of(const Request& request, std::int32_
       static_cast<std::int32_t>(config_.watermark * static_cast<double>(config_.num_blocks));
   return {.tokens = std::min(tokens, budget),
           .blocks = {.full_sequence = config_.scheduler_reserve_full_isl != 0,
-                     .watermark = running_.empty() ? 0 : watermark,
+                     .watermark = running_count() == 0 ? 0 : watermark,
                      .hit_blocks = hit_blocks}};
 }
 
 void Scheduler::schedule_waiting(Batch& batch, std::int32_t& budget, std::int32_t threshold) {
   const auto cap = static_cast<std::size_t>(config_.max_running());
   // Rule 9: only ever the head, and nobody is evicted for it.
-  while (budget > 0 && !waiting_.empty() && running_.size() < cap) {
+  while (budget > 0 && !waiting_.empty() && running_count() < cap) {
     const Slot slot = waiting_.front();
     Request& request = requests_[slot];
     if (request.stale_tokens > 0) {  // rule 10
@@ -169,6 +185,7 @@ void Scheduler::schedule_waiting(Batch& batch, std::int32_t& budget, std::int32_
     // Rule 14.
     waiting_.pop_front();
     running_.push_back(slot);
+    request.admitted = admissions_++;
     request.status = Status::running;
     request.computed = hit_blocks * config_.block_size;
     batch.entries.push_back({.slot = slot, .tokens = tokens});
@@ -197,39 +214,56 @@ void Scheduler::finish_step(Batch& batch) {
 
 void Scheduler::update(const Batch& batch, std::vector<Token>& tokens) {
   bool running_finished = false;
-  for (const Scheduled& entry : batch.entries) {
-    Request& request = requests_[entry.slot];
-    --request.batches_in_flight;
-    if (request.status == Status::finished) {  // rule 17: it ended while this batch was in flight
-      if (request.batches_in_flight == 0) free_slots_.push_back(entry.slot);
-      continue;
-    }
-    request.in_flight_tokens -= entry.tokens;
-    const bool stale = request.stale_tokens > 0;
-    if (stale) request.stale_tokens -= entry.tokens;
-    if (!entry.emits) continue;
-
-    // Rule 16.
-    ++request.outputs;
-    if (request.outputs == request.output_tokens && request.output_tokens < request.max_tokens)
-      request.finish = Finish::stop;
-    else if (request.known_tokens() >= config_.max_model_len ||
-             request.outputs >= request.max_tokens)
-      request.finish = Finish::length;
-    tokens.push_back({entry.slot, request.id, request.outputs, request.finish});
-    if (config_.async_scheduling) {  // rule 18
-      if (!stale) --request.placeholders;
-      if (request.status == Status::running)
-        kv_.publish(request, entry.slot, request.computed - request.placeholders);
-    }
-    if (request.finish == Finish::none) continue;
-    if (request.status == Status::running)
-      running_finished = true;
-    else
-      waiting_.remove(entry.slot);
-    retire(entry.slot);
+  for (const Scheduled& entry : batch.entries) take_result(entry, tokens, running_finished);
+  if (batch.steady) {
+    steady_.update(1);
+    // None of these ends here: a member leaves before its last token.
+    for (const SteadyDecodes::Member& gone : departed_)
+      if (gone.after < steady_.updated() && steady_.updated() <= gone.until)
+        take_result({.slot = gone.slot, .tokens = 1, .emits = true}, tokens, running_finished);
+    std::erase_if(departed_, [this](const SteadyDecodes::Member& gone) {
+      return gone.until <= steady_.updated();
+    });
   }
   if (running_finished) drop_finished_from_running();
+}
+
+void Scheduler::take_result(const Scheduled& entry, std::vector<Token>& tokens,
+                            bool& running_finished) {
+  Request& request = requests_[entry.slot];
+  --request.batches_in_flight;
+  if (request.status == Status::finished) {  // rule 17: it ended while this batch was in flight
+    if (request.batches_in_flight == 0) free_slots_.push_back(entry.slot);
+    return;
+  }
+  request.in_flight_tokens -= entry.tokens;
+  const bool stale = request.stale_tokens > 0;
+  if (stale) request.stale_tokens -= entry.tokens;
+  if (!entry.emits) return;
+
+  // Rule 16.
+  ++request.outputs;
+  if (request.outputs == request.output_tokens && request.output_tokens < request.max_tokens)
+    request.finish = Finish::stop;
+  else if (request.known_tokens() >= config_.max_model_len || request.outputs >= request.max_tokens)
+    request.finish = Finish::length;
+  tokens.push_back({entry.slot, request.id, request.outputs, request.finish});
+  if (config_.async_scheduling) {  // rule 18
+    if (!stale) --request.placeholders;
+    if (request.status == Status::running)
+      kv_.publish(request, entry.slot, request.computed - request.placeholders);
+  }
+  if (request.finish == Finish::none) return;
+  if (request.status == Status::running)
+    running_finished = true;
+  else
+    waiting_.remove(entry.slot);
+  retire(entry.slot);
+}
+
+void Scheduler::withdraw(Slot slot) {
+  waiting_.remove(slot);
+  free_slots_.push_back(slot);
 }
 
 bool Scheduler::abort(std::uint64_t request_id) {

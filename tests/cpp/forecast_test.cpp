@@ -2,6 +2,7 @@
 #include "sfs/forecast.h"
 
 #include <algorithm>
+#include <optional>
 #include <random>
 #include <vector>
 
@@ -95,6 +96,8 @@ Times run_on(EngineLoop loop, EngineLoop::Pass pass, double now_s, Request query
   }
 }
 
+int resumed = 0;
+
 int forecasts_equal_the_engine(std::uint32_t seed) {
   Dice dice(seed);
   const SchedulerConfig config = random_config(dice);
@@ -135,16 +138,37 @@ int forecasts_equal_the_engine(std::uint32_t seed) {
                           .max_tokens = other.max_tokens,
                           .priority = other.priority});
       }
-      EngineLoop restored;
-      restore(snapshot, batch_time, 0.0, restored);
-      const FirstToken forecast =
-          forecast_first_token(restored, booked,
-                               {.id = query.id,
-                                .arrival_s = query.arrival_s - now_s,
-                                .prompt_tokens = query.prompt_tokens,
-                                .predicted_output_tokens = static_cast<double>(query.output_tokens),
-                                .max_tokens = query.max_tokens,
-                                .priority = query.priority});
+      const Arrival asked{.id = query.id,
+                          .arrival_s = query.arrival_s - now_s,
+                          .prompt_tokens = query.prompt_tokens,
+                          .predicted_output_tokens = static_cast<double>(query.output_tokens),
+                          .max_tokens = query.max_tokens,
+                          .priority = query.priority};
+      const auto simulation = [&](Stepping stepping) {
+        Simulation restored;
+        restore(snapshot, batch_time, 0.0, restored.loop, stepping);
+        restored.begin();
+        return restored;
+      };
+      Simulation stepped = simulation(Stepping::plain), grouped = simulation(Stepping::grouped);
+      std::optional<Simulation> kept;
+      const FirstToken forecast = forecast_first_token(
+          grouped, booked, asked, [&](const Simulation& reached) { kept = reached; });
+      const FirstToken plain = forecast_first_token(stepped, booked, asked);
+      CHECK(forecast.batches == plain.batches);
+      CHECK_CLOSE(forecast.waiting_s + forecast.prefill_s, plain.waiting_s + plain.prefill_s, 1e-9);
+      if (kept) {
+        ++resumed;
+        Arrival later = asked;
+        later.arrival_s += dice.real(0.0, 0.5);
+        later.prompt_tokens = dice.from(1, 200);
+        Simulation anew = simulation(Stepping::grouped);
+        const FirstToken fresh = forecast_first_token(anew, booked, later);
+        const FirstToken taken_up = forecast_first_token(*kept, booked, later);
+        CHECK(taken_up.status == fresh.status && taken_up.batches == fresh.batches);
+        CHECK(std::abs(taken_up.waiting_s - fresh.waiting_s) <= 1e-9);
+        CHECK(std::abs(taken_up.prefill_s - fresh.prefill_s) <= 1e-9);
+      }
       const Times truth = run_on(loop, pass, now_s, query, ahead);
       CHECK(forecast.status == ForecastStatus::ok);
       if (std::abs(forecast.waiting_s + forecast.prefill_s - truth.ttft_s) > 1e-9 * truth.ttft_s)
@@ -166,9 +190,10 @@ int forecasts_equal_the_engine(std::uint32_t seed) {
 void impossible_prompts_are_never_served() {
   Dice dice(1);
   SchedulerConfig config = random_config(dice);
-  EngineLoop loop(config, BatchTime{1e-3, 0, 0, 0});
+  Simulation idle;
+  idle.loop = EngineLoop(config, BatchTime{1e-3, 0, 0, 0});
   const FirstToken first =
-      forecast_first_token(loop, {}, {.prompt_tokens = config.max_model_len, .max_tokens = 1});
+      forecast_first_token(idle, {}, {.prompt_tokens = config.max_model_len, .max_tokens = 1});
   CHECK(first.status == ForecastStatus::never);
   CHECK(std::isinf(first.waiting_s));
 }
@@ -176,9 +201,10 @@ void impossible_prompts_are_never_served() {
 void every_simulation_is_bounded() {
   Dice dice(2);
   SchedulerConfig config = random_config(dice);
-  EngineLoop loop(config, BatchTime{1e-3, 0, 0, 0});
+  Simulation idle;
+  idle.loop = EngineLoop(config, BatchTime{1e-3, 0, 0, 0});
   const FirstToken first = forecast_first_token(
-      loop, {}, {.arrival_s = 0.0, .prompt_tokens = 400, .max_tokens = 1}, /*max_requests=*/0);
+      idle, {}, {.arrival_s = 0.0, .prompt_tokens = 400, .max_tokens = 1}, {}, /*max_requests=*/0);
   CHECK(first.status == ForecastStatus::bound);
   CHECK(std::isinf(first.waiting_s));
 }
@@ -205,6 +231,8 @@ int main() {
   for (std::uint32_t seed = 1; seed <= 300; ++seed) compared += forecasts_equal_the_engine(seed);
   std::printf("%d forecasts equal to the engine\n", compared);
   CHECK(compared > 1000);
+  std::printf("%d taken up from a kept simulation\n", resumed);
+  CHECK(resumed > 100);
   impossible_prompts_are_never_served();
   every_simulation_is_bounded();
   outlived_predictions_get_a_conditional_length();

@@ -65,11 +65,12 @@ class EngineLoop {
 
   // Takes as many passes of a decode run as begin before the next arrival in one stride and moves
   // the time on; the number of passes, 0 where the next one has to be stepped.
-  std::int32_t advance_decode_run(double& now_s, double next_arrival_s);
+  std::int64_t advance_decode_run(double& now_s, double next_arrival_s);
 
   bool busy() const { return scheduler.has_requests() || count_ > 0; }
   std::size_t in_flight() const { return count_; }
   InFlight& oldest() { return in_flight_[first_]; }
+  const InFlight& oldest() const { return in_flight_[first_]; }
   InFlight& newest() { return in_flight_[(first_ + count_ - 1) % in_flight_.size()]; }
   InFlight& in_flight(std::size_t i) { return in_flight_[(first_ + i) % in_flight_.size()]; }
   const InFlight& in_flight(std::size_t i) const {

@@ -1,6 +1,8 @@
 // An engine's state leaves as a snapshot and comes back as a loop that can be run on.
 #pragma once
 
+#include <cstdint>
+
 #include "sfs/batch_time.h"
 #include "sfs/engine_loop.h"
 #include "sfs/snapshot.h"
@@ -15,9 +17,12 @@ void capture(const EngineLoop& loop, double published_s, Snapshot& into);
 // than `outputs`; sigma 0 takes the prediction at its word until it is outlived.
 std::int32_t expected_output_tokens(double predicted, double sigma, std::int32_t outputs);
 
+// One request at a time in each batch, or those that only decode together: the same outcome.
+enum class Stepping : std::uint8_t { plain, grouped };
+
 // The loop that published `snapshot`, its clock starting from 0 at the snapshot's time. Block
 // contents do not travel, so it runs without prefix caching, from the same free count.
 void restore(const Snapshot& snapshot, const BatchTime& batch_time, double length_sigma,
-             EngineLoop& into);
+             EngineLoop& into, Stepping stepping = Stepping::grouped);
 
 }  // namespace sfs

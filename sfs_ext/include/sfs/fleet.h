@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "sfs/batch_time.h"
-#include "sfs/engine_loop.h"
+#include "sfs/engine_state.h"
 #include "sfs/forecast.h"
 #include "sfs/segment.h"
 #include "sfs/snapshot.h"
@@ -47,6 +47,9 @@ struct CandidateForecast {
 // reused. An unknown or removed number throws std::out_of_range.
 class Fleet {
  public:
+  // Plain stepping is there to be compared with.
+  explicit Fleet(Stepping stepping = Stepping::grouped) : stepping_(stepping) {}
+
   std::int32_t add(const SchedulerConfig& config, const BatchTime& batch_time, double length_sigma);
   void remove(std::int32_t instance);
 
@@ -67,25 +70,41 @@ class Fleet {
                 std::span<CandidateForecast> into);
 
  private:
+  // A simulation good for any query that comes no earlier than the one it was kept from, as long
+  // as snapshot and bookings stay what they were but for later ones.
+  struct Kept {
+    bool valid = false;
+    double earliest_arrival_s = 0.0;  // since the snapshot
+    Simulation simulation;
+  };
+
   struct Instance {
-    std::mutex mutex;
     BatchTime batch_time;
     double length_sigma = 0.0;
+    Stepping stepping = Stepping::grouped;
     std::optional<SnapshotReader> reader;
     Snapshot snapshot;
     Snapshot incoming;
-    EngineLoop loop;  // restored from the snapshot
+    Simulation simulation;  // at the snapshot's time
     std::int64_t queued_prefill_tokens = 0;
     std::vector<Arrival> bookings;  // by arrival, in Unix time
 
+    std::shared_mutex mutex;  // all above: forecasts only read it
+    Kept kept;
+    std::mutex kept_mutex;
+
+    bool behind() const { return reader && reader->sequence() > snapshot.header.sequence; }
     void refresh();
     void accept();
+    void restart();
+    bool take_kept(double arrival_s, Simulation& into);
   };
 
   std::shared_ptr<Instance> at(std::int32_t instance) const;
   static CandidateForecast forecast_one(Instance& instance, double now_s,
                                         const CandidateQuery& query);
 
+  Stepping stepping_;
   mutable std::shared_mutex mutex_;
   std::vector<std::shared_ptr<Instance>> instances_;
 };

@@ -2,7 +2,9 @@
 // from its last snapshot, in virtual time, until it does (eqs. 7 and 8).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 
 #include "sfs/engine_loop.h"
@@ -25,16 +27,36 @@ struct FirstToken {
   ForecastStatus status = ForecastStatus::ok;
   double waiting_s = 0.0;    // arrival to the start of the first batch that computes it
   double prefill_s = 0.0;    // from there to its first token
-  std::int32_t batches = 0;  // simulated
+  std::int32_t batches = 0;  // until then
 };
 
 // What a simulation may cost: requests looked at over all its passes, some tens of milliseconds.
 inline constexpr std::int64_t max_simulated_requests = 4'000'000;
 
-// Runs `loop` on (it is consumed), adding `ahead` and then `query` as their times come. Ends with
-// status `bound` and infinite times when it has looked at `max_requests`.
-FirstToken forecast_first_token(EngineLoop& loop, std::span<const Arrival> ahead,
-                                const Arrival& query,
+// An engine on its way through virtual time, right after a pass of its loop has scheduled. It is
+// copied into place, so that repeated forecasts allocate nothing.
+struct Simulation {
+  // Begins at the time of the snapshot that `loop` was restored from.
+  void begin();
+
+  EngineLoop loop;
+  EngineLoop::Pass pass;
+  double now_s = 0.0;
+  std::size_t arrived = 0;  // of the arrivals ahead of the query
+  std::int32_t batches = 0;
+  std::int64_t looked_at = 0;
+};
+
+// Takes copies of a simulation that is good for later queries, too: the query, left out of it, is
+// still waiting, and has stood behind somebody ever since it came.
+// First come, first served, so nothing until then depends on who comes last.
+using KeepSimulation = std::function<void(const Simulation&)>;
+
+// Runs `simulation` on (it is consumed), adding `ahead`, by arrival, and `query` as their times
+// come. Ends with status `bound` and infinite times when it has looked at `max_requests`. `keep`,
+// if given, is called each time the queue ahead has shrunk to an eighth.
+FirstToken forecast_first_token(Simulation& simulation, std::span<const Arrival> ahead,
+                                const Arrival& query, const KeepSimulation& keep = {},
                                 std::int64_t max_requests = max_simulated_requests);
 
 }  // namespace sfs

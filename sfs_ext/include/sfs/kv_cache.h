@@ -45,6 +45,9 @@ class KvCache {
     return allocate(request, slot, tokens, Admission{});
   }
 
+  // Blocks for content that nobody else will ask for, known to be free.
+  void take(std::int64_t blocks) { plain_free_ -= static_cast<std::int32_t>(blocks); }
+
   // Rule 20: the first `tokens` tokens are final, so their full blocks can be hit by others.
   void publish(const Request& request, Slot slot, std::int32_t tokens);
 

@@ -1,6 +1,7 @@
 // A request inside a scheduler: a prompt, limits, and how far the engine has come with it.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 namespace sfs {
@@ -29,8 +30,14 @@ struct Request {
   std::int32_t stale_tokens = 0;  // in flight since before its last preemption
   std::int32_t blocks = 0;
   std::int32_t batches_in_flight = 0;
+  std::uint32_t admitted = 0;  // counts admissions: the running order
   Status status = Status::waiting;
   Finish finish = Finish::none;
+
+  // Outputs after which it ends, by EOS or by a limit (rule 16).
+  std::int32_t final_outputs(std::int32_t max_model_len) const {
+    return std::min({output_tokens, max_tokens, max_model_len - prompt_tokens});
+  }
 
   std::int32_t known_tokens() const { return prompt_tokens + outputs; }
 };
