@@ -64,6 +64,8 @@ void Scheduler::leave_steady(SteadyDecodes::Member member) {
   Request& request = requests_[member.slot];
   add_steady_batches(request, scheduled, updated);
   request.blocks = config_.blocks_for(request.computed);
+  // Tokens known when it was scheduled last (rule 20).
+  kv_.publish(request, member.slot, request.computed - (config_.async_scheduling ? 1 : 0));
   member.until = steady_.scheduled();
   if (updated < scheduled) departed_.push_back(member);
 }

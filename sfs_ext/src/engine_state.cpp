@@ -89,10 +89,11 @@ std::int32_t expected_output_tokens(double predicted, double sigma, std::int32_t
 }
 
 void restore(const Snapshot& snapshot, const BatchTime& batch_time, double length_sigma,
-             EngineLoop& into, Stepping stepping) {
+             EngineLoop& into, Stepping stepping, const KvMirror* mirror) {
   SchedulerConfig config = snapshot.config;
   config.enable_prefix_caching = false;
   into = EngineLoop(config, batch_time);
+  if (mirror != nullptr) into.scheduler = Scheduler(config, *mirror);
   into.scheduler.restore_free_blocks(snapshot.header.free_blocks);
 
   const auto depth = static_cast<std::size_t>(snapshot.header.in_flight_batches);

@@ -39,7 +39,7 @@ class Query {
   bool arrived() const { return slot_ != not_added; }
 
   void arrive(Simulation& simulation, bool is_last) {
-    slot_ = simulation.loop.scheduler.add(request_of(arrival_));
+    slot_ = simulation.loop.scheduler.add(request_of(arrival_), arrival_.keys);
     queue_ahead_ = simulation.loop.scheduler.waiting().size();
     stands_behind_ = keep_ && is_last && tail_is_inert(simulation.loop.scheduler.config());
   }
@@ -56,7 +56,7 @@ class Query {
       queue_ahead_ = scheduler.waiting().size() - 1;
       scheduler.withdraw(slot_);
       keep_(simulation);
-      slot_ = scheduler.add(request_of(arrival_));
+      slot_ = scheduler.add(request_of(arrival_), arrival_.keys);
     }
   }
 
@@ -117,7 +117,8 @@ FirstToken forecast_first_token(Simulation& simulation, std::span<const Arrival>
       return arrived < ahead.size() ? ahead[arrived].arrival_s : never_s;
     };
     if (!loop.busy()) now_s = std::max(now_s, std::min(next_ahead_s(), arrival.arrival_s));
-    for (; next_ahead_s() <= now_s; ++arrived) loop.scheduler.add(request_of(ahead[arrived]));
+    for (; next_ahead_s() <= now_s; ++arrived)
+      loop.scheduler.add(request_of(ahead[arrived]), ahead[arrived].keys);
     if (!query.arrived() && arrival.arrival_s <= now_s)
       query.arrive(simulation, arrived == ahead.size());
 

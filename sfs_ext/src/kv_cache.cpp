@@ -13,42 +13,66 @@ BlockKey private_key(std::uint64_t id, std::int32_t index) {
   return x ^ (x >> 31);
 }
 
+std::uint32_t table_of(Slot slot) { return slot + 1; }
+
 }  // namespace
 
 KvCache::KvCache(const SchedulerConfig& config)
     : block_size_(config.block_size),
       max_model_len_(config.max_model_len),
       caching_(config.enable_prefix_caching),
-      plain_free_(config.usable_blocks()) {
+      counted_free_(caching_ ? 0 : config.usable_blocks()),
+      blocks_(caching_ ? config.num_blocks : 0) {}
+
+KvCache::KvCache(const SchedulerConfig& config, const KvMirror& mirror)
+    : block_size_(config.block_size),
+      max_model_len_(config.max_model_len),
+      outlook_(std::in_place, mirror, config.block_size) {}
+
+void KvCache::add(const Request& request, Slot slot, std::span<const BlockKey> keys) {
+  if (outlook_) outlook_->add(slot, keys);
   if (!caching_) return;
-  blocks_.resize(static_cast<std::size_t>(config.usable_blocks()));
-  plain_.resize(blocks_.size());
-  for (std::size_t i = 0; i < plain_.size(); ++i) plain_[i] = static_cast<std::int32_t>(i);
+  record_(KvEventKind::want, request.id);
+  for (const BlockKey key : keys) record_(KvEventKind::key, key);
+  blocks_.open(table_of(slot)).keys.assign(keys.begin(), keys.end());
 }
 
-KvCache::Table& KvCache::table(Slot slot) {
-  if (tables_.size() <= slot) tables_.resize(slot + 1);
-  return tables_[slot];
+void KvCache::withdraw_newest() {
+  if (outlook_) outlook_->withdraw_newest();
 }
 
-void KvCache::set_keys(Slot slot, std::vector<BlockKey> keys) {
-  if (caching_) table(slot).keys = std::move(keys);
+void KvCache::take(std::int64_t blocks) {
+  counted_free_ -= static_cast<std::int32_t>(blocks);
+  if (outlook_) outlook_->take(blocks);
 }
 
-BlockKey KvCache::key_of(const Request& request, const Table& table, std::int32_t index) const {
+void KvCache::remove(Request& request, Slot slot) {
+  release(request, slot);
+  if (caching_) record_(KvEventKind::forget, request.id);
+}
+
+BlockKey KvCache::key_of(const Request& request, const KvBlocks::Table& table,
+                         std::int32_t index) const {
   const auto i = static_cast<std::size_t>(index);
   return i < table.keys.size() ? table.keys[i] : private_key(request.id, index);
 }
 
 std::int32_t KvCache::find_hits(const Request& request, Slot slot) {
+  if (outlook_) {
+    const KvOutlook::Hits hits = outlook_->find_hits(request, slot);
+    unheld_hits_ = hits.unheld;
+    return hits.blocks;
+  }
   hits_.clear();
+  unheld_hits_ = 0;
   if (!caching_) return 0;
-  const Table& own = table(slot);
+  const KvBlocks::Table& own = blocks_.open(table_of(slot));
   const std::int32_t full_blocks = (request.known_tokens() - 1) / block_size_;
   for (std::int32_t i = 0; i < full_blocks; ++i) {
-    const auto found = by_key_.find(key_of(request, own, i));
-    if (found == by_key_.end()) break;
-    hits_.push_back(found->second.first);
+    const std::int32_t block = blocks_.find(key_of(request, own, i));
+    if (block == KvBlocks::none) break;
+    hits_.push_back(block);
+    unheld_hits_ += blocks_.block(block).references == 0;
   }
   return static_cast<std::int32_t>(hits_.size());
 }
@@ -58,11 +82,8 @@ KvCache::Need KvCache::need(const Request& request, std::int32_t tokens,
   const auto blocks_for = [this](std::int32_t n) {
     return (std::min(n, max_model_len_) + block_size_ - 1) / block_size_;
   };
-  std::int32_t revived = 0;  // hit blocks that nobody holds leave the free queue, too
-  for (std::int32_t i = 0; i < admission.hit_blocks; ++i)
-    revived +=
-        blocks_[static_cast<std::size_t>(hits_[static_cast<std::size_t>(i)])].references == 0;
-  const std::int32_t reserve = revived + admission.watermark;
+  const std::int32_t unheld = admission.hit_blocks > 0 ? unheld_hits_ : 0;
+  const std::int32_t reserve = unheld + admission.watermark;
   Need need;
   need.computed = request.computed + admission.hit_blocks * block_size_;
   need.held = request.blocks + admission.hit_blocks;
@@ -83,118 +104,49 @@ bool KvCache::allocate(Request& request, Slot slot, std::int32_t tokens,
   if (!need.fits) return false;
   request.blocks = need.held + need.blocks;
   if (!caching_) {
-    plain_free_ -= need.blocks;
+    if (outlook_ && request.status != Status::running) outlook_->admit(slot);
+    if (admission.hit_blocks > 0) counted_free_ -= unheld_hits_;
+    take(need.blocks);
+    publish(request, slot, std::min(need.computed + tokens, request.known_tokens()));
     return true;
   }
-  Table& own = table(slot);
+  const std::uint32_t own = table_of(slot);
+  blocks_.open(own);
   for (std::int32_t i = 0; i < admission.hit_blocks; ++i) {
     const std::int32_t block = hits_[static_cast<std::size_t>(i)];
-    if (blocks_[static_cast<std::size_t>(block)].references++ == 0) dequeue(block);
-    own.blocks.push_back(block);
+    blocks_.touch(own, block);
+    record_(KvEventKind::touch, request.id, block);
   }
-  if (admission.hit_blocks > 0) own.hashed = admission.hit_blocks;
-  for (std::int32_t i = 0; i < need.blocks; ++i) own.blocks.push_back(take());
+  for (std::int32_t i = 0; i < need.blocks; ++i) {
+    const std::int32_t block = blocks_.next_free();
+    blocks_.take(own, block);
+    record_(KvEventKind::take, request.id, block);
+  }
   publish(request, slot, std::min(need.computed + tokens, request.known_tokens()));
   return true;
 }
 
 void KvCache::publish(const Request& request, Slot slot, std::int32_t tokens) {
+  if (outlook_) outlook_->publish(slot, tokens / block_size_);
   if (!caching_) return;
-  Table& own = table(slot);
-  for (; own.hashed < tokens / block_size_; ++own.hashed)
-    index(own.blocks[static_cast<std::size_t>(own.hashed)], key_of(request, own, own.hashed));
+  const KvBlocks::Table& own = blocks_.open(table_of(slot));
+  while (own.hashed < tokens / block_size_) {
+    const std::int32_t block = own.blocks[static_cast<std::size_t>(own.hashed)];
+    const BlockKey key = key_of(request, own, own.hashed);
+    blocks_.hash(table_of(slot), key);
+    record_(KvEventKind::hash, key, block);
+  }
 }
 
 void KvCache::release(Request& request, Slot slot) {
-  if (!caching_) {
-    plain_free_ += request.blocks;
-    request.blocks = 0;
-    return;
-  }
-  Table& own = table(slot);
-  for (auto it = own.blocks.rbegin(); it != own.blocks.rend(); ++it) {
-    Block& block = blocks_[static_cast<std::size_t>(*it)];
-    if (--block.references > 0) continue;
-    if (block.hashed) {
-      enqueue(*it);
-    } else {
-      plain_.push_back(*it);
-      ++plain_free_;
-    }
-  }
-  own.blocks.clear();
-  own.hashed = 0;
-  request.blocks = 0;
-}
-
-std::int32_t KvCache::take() {
-  std::int32_t block;
-  if (plain_free_ > 0) {
-    block = plain_.back();
-    plain_.pop_back();
-    --plain_free_;
+  if (caching_) {
+    if (request.blocks > 0) record_(KvEventKind::release, request.id);
+    blocks_.open(table_of(slot));
+    blocks_.release(table_of(slot));
   } else {
-    block = free_queue_.first;
-    dequeue(block);
-    unindex(block);
+    counted_free_ += outlook_ ? outlook_->release(slot, request.blocks) : request.blocks;
   }
-  blocks_[static_cast<std::size_t>(block)].references = 1;
-  return block;
-}
-
-void KvCache::enqueue(std::int32_t block) {
-  Block& b = blocks_[static_cast<std::size_t>(block)];
-  b.older = free_queue_.last;
-  b.newer = none;
-  if (b.older == none)
-    free_queue_.first = block;
-  else
-    blocks_[static_cast<std::size_t>(b.older)].newer = block;
-  free_queue_.last = block;
-  ++cached_free_;
-}
-
-void KvCache::dequeue(std::int32_t block) {
-  Block& b = blocks_[static_cast<std::size_t>(block)];
-  if (b.older == none)
-    free_queue_.first = b.newer;
-  else
-    blocks_[static_cast<std::size_t>(b.older)].newer = b.newer;
-  if (b.newer == none)
-    free_queue_.last = b.older;
-  else
-    blocks_[static_cast<std::size_t>(b.newer)].older = b.older;
-  --cached_free_;
-}
-
-void KvCache::index(std::int32_t block, BlockKey key) {
-  Block& b = blocks_[static_cast<std::size_t>(block)];
-  Ends& ends = by_key_[key];
-  b.key = key;
-  b.hashed = true;
-  b.before = ends.last;
-  b.behind = none;
-  if (ends.last == none)
-    ends.first = block;
-  else
-    blocks_[static_cast<std::size_t>(ends.last)].behind = block;
-  ends.last = block;
-}
-
-void KvCache::unindex(std::int32_t block) {
-  Block& b = blocks_[static_cast<std::size_t>(block)];
-  const auto found = by_key_.find(b.key);
-  Ends& ends = found->second;
-  if (b.before == none)
-    ends.first = b.behind;
-  else
-    blocks_[static_cast<std::size_t>(b.before)].behind = b.behind;
-  if (b.behind == none)
-    ends.last = b.before;
-  else
-    blocks_[static_cast<std::size_t>(b.behind)].before = b.before;
-  if (ends.first == none) by_key_.erase(found);
-  b.hashed = false;
+  request.blocks = 0;
 }
 
 }  // namespace sfs

@@ -11,6 +11,11 @@ Scheduler::Scheduler(const SchedulerConfig& config) : config_(config), kv_(confi
   config_.validate();
 }
 
+Scheduler::Scheduler(const SchedulerConfig& config, const KvMirror& mirror)
+    : config_(config), kv_(config, mirror) {
+  config_.validate();
+}
+
 void Scheduler::check(const SchedulerConfig& config, const Request& request) {
   if (request.max_tokens < 1 || request.output_tokens < 1)
     throw std::invalid_argument("request: max_tokens and output_tokens must be at least 1, not " +
@@ -33,15 +38,16 @@ Slot Scheduler::store(const Request& request) {
   return slot;
 }
 
-Slot Scheduler::add(const Request& request, std::vector<BlockKey> keys) {
+Slot Scheduler::add(const Request& request, std::span<const BlockKey> keys) {
   const Slot slot = store(request);
-  kv_.set_keys(slot, std::move(keys));
+  kv_.add(request, slot, keys);
   enqueue(slot, /*at_front=*/false);
   return slot;
 }
 
 Scheduler::Restored Scheduler::restore(const Request& request, std::int32_t steady_in_flight) {
   const Slot slot = store(request);
+  kv_.restore(request, slot);
   if (request.status != Status::running) {
     waiting_.push_back(slot);
     return {slot, false};
@@ -263,6 +269,7 @@ void Scheduler::take_result(const Scheduled& entry, std::vector<Token>& tokens,
 
 void Scheduler::withdraw(Slot slot) {
   waiting_.remove(slot);
+  kv_.withdraw_newest();
   free_slots_.push_back(slot);
 }
 
@@ -287,7 +294,7 @@ bool Scheduler::abort(std::uint64_t request_id) {
 
 void Scheduler::retire(Slot slot) {
   Request& request = requests_[slot];
-  kv_.release(request, slot);
+  kv_.remove(request, slot);
   request.status = Status::finished;
   finished_ = true;
   if (request.batches_in_flight == 0) free_slots_.push_back(slot);

@@ -1,60 +1,134 @@
-// A forecast from a snapshot has to equal the engine run on: same waiting, same prefill.
+// A forecast from a snapshot has to equal the engine run on: same waiting, same
+// prefill.
 #include "sfs/forecast.h"
 
 #include <algorithm>
+#include <map>
 #include <optional>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "check.h"
 #include "sfs/engine_loop.h"
 #include "sfs/engine_state.h"
+#include "sfs/kv_mirror.h"
 
 using namespace sfs;
 
 namespace {
 
 class Dice {
- public:
+public:
   explicit Dice(std::uint32_t seed) : engine_(seed) {}
-  int from(int low, int high) { return std::uniform_int_distribution(low, high)(engine_); }
+  int from(int low, int high) {
+    return std::uniform_int_distribution(low, high)(engine_);
+  }
   bool coin() { return from(0, 1) == 1; }
   double real(double low, double high) {
     return std::uniform_real_distribution(low, high)(engine_);
   }
 
- private:
+private:
   std::mt19937 engine_;
 };
 
-SchedulerConfig random_config(Dice& dice) {
+SchedulerConfig random_config(Dice &dice) {
   SchedulerConfig config;
   config.block_size = dice.coin() ? 16 : 4;
   config.max_num_batched_tokens = dice.from(16, 400);
   config.max_num_seqs = dice.from(1, 24);
   config.max_model_len = 512;
-  config.num_blocks = dice.from(512 / config.block_size + 2, 3 * 512 / config.block_size);
+  config.num_blocks =
+      dice.from(512 / config.block_size + 2, 3 * 512 / config.block_size);
   config.policy = dice.coin() ? Policy::fcfs : Policy::priority;
   config.async_scheduling = dice.coin();
   config.enable_chunked_prefill = dice.from(0, 3) > 0;
-  config.enable_prefix_caching = false;
-  config.long_prefill_token_threshold = dice.from(0, 2) == 0 ? dice.from(8, 64) : 0;
+  config.enable_prefix_caching = dice.from(0, 3) > 0;
+  config.long_prefill_token_threshold =
+      dice.from(0, 2) == 0 ? dice.from(8, 64) : 0;
   config.watermark = dice.from(0, 2) == 0 ? 0.05 : 0.0;
-  if (!config.enable_chunked_prefill) config.max_num_batched_tokens = 512;
+  if (!config.enable_chunked_prefill)
+    config.max_num_batched_tokens = 512;
   return config;
 }
 
-Request random_request(Dice& dice, std::uint64_t id, double arrival_s) {
+Request random_request(Dice &dice, std::uint64_t id, double arrival_s) {
   Request request;
   request.id = id;
   request.rank = static_cast<std::uint32_t>(id);
   request.arrival_s = arrival_s;
   request.prompt_tokens = dice.from(1, 200);
   request.output_tokens = dice.from(1, 80);
-  request.max_tokens = request.output_tokens + (dice.coin() ? 0 : dice.from(1, 40));
+  request.max_tokens =
+      request.output_tokens + (dice.coin() ? 0 : dice.from(1, 40));
   request.priority = dice.from(0, 3);
   request.predicted_output_tokens = static_cast<float>(request.output_tokens);
   return request;
+}
+
+// A request with the content of its blocks: some begin alike, some go on from
+// an earlier answer.
+struct Asked {
+  Request request;
+  std::vector<BlockKey> keys;
+};
+
+class Conversations {
+public:
+  Conversations(Dice &dice, std::int32_t block_size)
+      : dice_(dice), block_size_(block_size) {}
+
+  Asked next(std::uint64_t id, double arrival_s) {
+    Asked asked{random_request(dice_, id, arrival_s), {}};
+    Request &request = asked.request;
+    const int kind = dice_.from(0, 3);
+    std::vector<BlockKey> begins;
+    if (kind == 0 && !answered_.empty()) { // a further turn
+      const Asked &before = answered_[static_cast<std::size_t>(
+          dice_.from(0, static_cast<int>(answered_.size()) - 1))];
+      const std::int32_t said =
+          before.request.prompt_tokens + before.request.output_tokens;
+      request.prompt_tokens = std::min(said + dice_.from(1, 30), 400);
+      begins = before.keys;
+      begins.resize(std::min<std::size_t>(
+          begins.size(), static_cast<std::size_t>(said / block_size_)));
+    } else if (kind < 3) { // a prompt that others have, too
+      const auto group = static_cast<BlockKey>(dice_.from(1, 3));
+      const int shared = dice_.from(0, request.prompt_tokens / block_size_);
+      for (int i = 0; i < shared; ++i)
+        begins.push_back(group << 32 | static_cast<BlockKey>(i + 1));
+    }
+    const auto blocks = static_cast<std::size_t>(
+        (request.prompt_tokens + request.max_tokens) / block_size_);
+    begins.resize(std::min(begins.size(), blocks));
+    while (begins.size() < blocks)
+      begins.push_back(id << 40 | (begins.size() + 1));
+    asked.keys = begins;
+    return asked;
+  }
+  void answered(const Asked &asked) { answered_.push_back(asked); }
+
+private:
+  Dice &dice_;
+  std::int32_t block_size_;
+  std::vector<Asked> answered_;
+};
+
+// What an engine can tell of its requests' content when they come: nobody knows
+// the answers yet.
+std::vector<KvEvent> without_answers(const std::vector<KvEvent> &journal,
+                                     const std::map<std::uint64_t, Asked> &live,
+                                     std::int32_t block_size) {
+  std::vector<KvEvent> told;
+  std::int32_t keys = 0;
+  for (const KvEvent &event : journal) {
+    if (event.kind == KvEventKind::want)
+      keys = live.at(event.value).request.prompt_tokens / block_size;
+    if (event.kind != KvEventKind::key || --keys >= 0)
+      told.push_back(event);
+  }
+  return told;
 }
 
 struct Times {
@@ -63,8 +137,8 @@ struct Times {
 };
 
 // The truth: the live loop itself, driven on with the query's arrival.
-Times run_on(EngineLoop loop, EngineLoop::Pass pass, double now_s, Request query,
-             std::vector<Request> ahead) {
+Times run_on(EngineLoop loop, EngineLoop::Pass pass, double now_s,
+             const Asked &query, const std::vector<Asked> &ahead) {
   std::vector<Token> tokens;
   bool begun = false;
   double begun_s = 0.0;
@@ -76,20 +150,26 @@ Times run_on(EngineLoop loop, EngineLoop::Pass pass, double now_s, Request query
       now_s = std::max(now_s, loop.oldest().end_s);
       tokens.clear();
       loop.complete_oldest(tokens);
-      for (const Token& token : tokens)
-        if (token.request_id == query.id)
-          return {begun_s - query.arrival_s, now_s - query.arrival_s};
+      for (const Token &token : tokens)
+        if (token.request_id == query.request.id)
+          return {begun_s - query.request.arrival_s,
+                  now_s - query.request.arrival_s};
     }
-    if (!pass.executed && loop.scheduler.has_requests()) now_s += 1e-3;
+    if (!pass.executed && loop.scheduler.has_requests())
+      now_s += 1e-3;
+    const double arrival_s = query.request.arrival_s;
     if (!loop.busy())
-      now_s = std::max(now_s, next == ahead.end() ? query.arrival_s : next->arrival_s);
-    for (; next != ahead.end() && next->arrival_s <= now_s; ++next) loop.scheduler.add(*next);
-    if (!added && query.arrival_s <= now_s) {
-      slot = loop.scheduler.add(query);
+      now_s = std::max(now_s, next == ahead.end() ? arrival_s
+                                                  : next->request.arrival_s);
+    for (; next != ahead.end() && next->request.arrival_s <= now_s; ++next)
+      loop.scheduler.add(next->request, next->keys);
+    if (!added && arrival_s <= now_s) {
+      slot = loop.scheduler.add(query.request, query.keys);
       added = true;
     }
     pass = loop.schedule(now_s);
-    if (added && !begun && loop.scheduler.request(slot).status == Status::running) {
+    if (added && !begun &&
+        loop.scheduler.request(slot).status == Status::running) {
       begun = true;
       begun_s = loop.newest().start_s;
     }
@@ -103,75 +183,96 @@ int forecasts_equal_the_engine(std::uint32_t seed) {
   const SchedulerConfig config = random_config(dice);
   const BatchTime batch_time{2e-3, 1e-5, 3e-8, 1e-9};
   EngineLoop loop(config, batch_time);
-  std::vector<Request> arrivals;
+  Conversations conversations(dice, config.block_size);
+  std::vector<double> arrivals_s;
   double at_s = 0.0;
-  for (std::uint64_t id = 1; id <= 40; ++id) {
-    at_s += dice.real(0.0, 0.02);
-    arrivals.push_back(random_request(dice, id, at_s));
-  }
-  auto next = arrivals.begin();
+  for (int i = 0; i < 40; ++i)
+    arrivals_s.push_back(at_s += dice.real(0.0, 0.02));
+  std::map<std::uint64_t, Asked> live;
+  std::vector<KvEvent> journal;
+  KvMirror mirror(config.num_blocks);
+  if (config.enable_prefix_caching)
+    loop.scheduler.record_to(&journal);
+  auto next = arrivals_s.begin();
+  std::uint64_t id = 0;
   std::vector<Token> tokens;
   double now_s = 0.0;
   int compared = 0;
-  while (loop.busy() || next != arrivals.end()) {
-    if (!loop.busy()) now_s = std::max(now_s, next->arrival_s);
-    for (; next != arrivals.end() && next->arrival_s <= now_s; ++next) loop.scheduler.add(*next);
+  while (loop.busy() || next != arrivals_s.end()) {
+    if (!loop.busy())
+      now_s = std::max(now_s, *next);
+    for (; next != arrivals_s.end() && *next <= now_s; ++next) {
+      const Asked asked = conversations.next(++id, *next);
+      loop.scheduler.add(asked.request, asked.keys);
+      live.emplace(id, asked);
+    }
     const EngineLoop::Pass pass = loop.schedule(now_s);
 
     if (pass.scheduled && dice.from(0, 9) == 0) {
       Snapshot snapshot;
       capture(loop, now_s, snapshot);
       snapshot.validate();
-      Request query = random_request(dice, 1000, now_s + dice.real(0.0, 0.01));
-      query.rank = 1000;
-      query.output_tokens = query.max_tokens;
-      std::vector<Request> ahead;
+      mirror.apply(without_answers(journal, live, config.block_size));
+      journal.clear();
+      Asked query = conversations.next(1000, now_s + dice.real(0.0, 0.01));
+      query.request.rank = 1000;
+      query.request.output_tokens = query.request.max_tokens;
+      std::vector<Asked> ahead;
       std::vector<Arrival> booked;
+      const auto arrival_of = [now_s](const Asked &asked) {
+        const Request &request = asked.request;
+        return Arrival{.id = request.id,
+                       .arrival_s = request.arrival_s - now_s,
+                       .prompt_tokens = request.prompt_tokens,
+                       .predicted_output_tokens =
+                           static_cast<double>(request.output_tokens),
+                       .max_tokens = request.max_tokens,
+                       .priority = request.priority,
+                       .keys = asked.keys};
+      };
       if (dice.coin()) {
-        Request other = random_request(dice, 999, query.arrival_s - dice.real(0.0, 0.01));
-        other.rank = 999;
-        ahead.push_back(other);
-        booked.push_back({.id = other.id,
-                          .arrival_s = other.arrival_s - now_s,
-                          .prompt_tokens = other.prompt_tokens,
-                          .predicted_output_tokens = other.predicted_output_tokens,
-                          .max_tokens = other.max_tokens,
-                          .priority = other.priority});
+        ahead.push_back(conversations.next(999, query.request.arrival_s -
+                                                    dice.real(0.0, 0.01)));
+        ahead.back().request.rank = 999;
+        booked.push_back(arrival_of(ahead.back()));
       }
-      const Arrival asked{.id = query.id,
-                          .arrival_s = query.arrival_s - now_s,
-                          .prompt_tokens = query.prompt_tokens,
-                          .predicted_output_tokens = static_cast<double>(query.output_tokens),
-                          .max_tokens = query.max_tokens,
-                          .priority = query.priority};
+      const Arrival asked = arrival_of(query);
       const auto simulation = [&](Stepping stepping) {
         Simulation restored;
-        restore(snapshot, batch_time, 0.0, restored.loop, stepping);
+        restore(snapshot, batch_time, 0.0, restored.loop, stepping,
+                config.enable_prefix_caching ? &mirror : nullptr);
         restored.begin();
         return restored;
       };
-      Simulation stepped = simulation(Stepping::plain), grouped = simulation(Stepping::grouped);
+      Simulation stepped = simulation(Stepping::plain),
+                 grouped = simulation(Stepping::grouped);
       std::optional<Simulation> kept;
       const FirstToken forecast = forecast_first_token(
-          grouped, booked, asked, [&](const Simulation& reached) { kept = reached; });
+          grouped, booked, asked,
+          [&](const Simulation &reached) { kept = reached; });
       const FirstToken plain = forecast_first_token(stepped, booked, asked);
       CHECK(forecast.batches == plain.batches);
-      CHECK_CLOSE(forecast.waiting_s + forecast.prefill_s, plain.waiting_s + plain.prefill_s, 1e-9);
+      CHECK_CLOSE(forecast.waiting_s + forecast.prefill_s,
+                  plain.waiting_s + plain.prefill_s, 1e-9);
       if (kept) {
         ++resumed;
         Arrival later = asked;
         later.arrival_s += dice.real(0.0, 0.5);
-        later.prompt_tokens = dice.from(1, 200);
+        const Asked other = conversations.next(1001, 0.0);
+        later.prompt_tokens = other.request.prompt_tokens;
+        later.keys = other.keys;
         Simulation anew = simulation(Stepping::grouped);
         const FirstToken fresh = forecast_first_token(anew, booked, later);
         const FirstToken taken_up = forecast_first_token(*kept, booked, later);
-        CHECK(taken_up.status == fresh.status && taken_up.batches == fresh.batches);
+        CHECK(taken_up.status == fresh.status &&
+              taken_up.batches == fresh.batches);
         CHECK(std::abs(taken_up.waiting_s - fresh.waiting_s) <= 1e-9);
         CHECK(std::abs(taken_up.prefill_s - fresh.prefill_s) <= 1e-9);
       }
       const Times truth = run_on(loop, pass, now_s, query, ahead);
       CHECK(forecast.status == ForecastStatus::ok);
-      if (std::abs(forecast.waiting_s + forecast.prefill_s - truth.ttft_s) > 1e-9 * truth.ttft_s)
+      if (std::abs(forecast.waiting_s + forecast.prefill_s - truth.ttft_s) >
+          1e-9 * truth.ttft_s)
         std::fprintf(stderr, "seed %u, at %.6f s\n", seed, now_s);
       CHECK_CLOSE(forecast.waiting_s + forecast.prefill_s, truth.ttft_s, 1e-9);
       CHECK(std::abs(forecast.waiting_s - truth.waiting_s) <= 1e-9);
@@ -181,8 +282,12 @@ int forecasts_equal_the_engine(std::uint32_t seed) {
       now_s = std::max(now_s, loop.oldest().end_s);
       tokens.clear();
       loop.complete_oldest(tokens);
+      for (const Token &token : tokens)
+        if (token.finish != Finish::none)
+          conversations.answered(live.at(token.request_id));
     }
-    if (!pass.executed && loop.scheduler.has_requests()) now_s += 1e-3;
+    if (!pass.executed && loop.scheduler.has_requests())
+      now_s += 1e-3;
   }
   return compared;
 }
@@ -192,8 +297,8 @@ void impossible_prompts_are_never_served() {
   SchedulerConfig config = random_config(dice);
   Simulation idle;
   idle.loop = EngineLoop(config, BatchTime{1e-3, 0, 0, 0});
-  const FirstToken first =
-      forecast_first_token(idle, {}, {.prompt_tokens = config.max_model_len, .max_tokens = 1});
+  const FirstToken first = forecast_first_token(
+      idle, {}, {.prompt_tokens = config.max_model_len, .max_tokens = 1});
   CHECK(first.status == ForecastStatus::never);
   CHECK(std::isinf(first.waiting_s));
 }
@@ -204,7 +309,8 @@ void every_simulation_is_bounded() {
   Simulation idle;
   idle.loop = EngineLoop(config, BatchTime{1e-3, 0, 0, 0});
   const FirstToken first = forecast_first_token(
-      idle, {}, {.arrival_s = 0.0, .prompt_tokens = 400, .max_tokens = 1}, {}, /*max_requests=*/0);
+      idle, {}, {.arrival_s = 0.0, .prompt_tokens = 400, .max_tokens = 1}, {},
+      /*max_requests=*/0);
   CHECK(first.status == ForecastStatus::bound);
   CHECK(std::isinf(first.waiting_s));
 }
@@ -219,16 +325,18 @@ void outlived_predictions_get_a_conditional_length() {
     CHECK(expected > outputs && expected >= previous);
     previous = expected;
   }
-  // E[X | X > 100] of a lognormal of mean 100, sigma 0.5: 100 Q(-0.25) / Q(0.25) with Q the upper
-  // tail of the normal, Q(0.25) = 0.401294.
+  // E[X | X > 100] of a lognormal of mean 100, sigma 0.5: 100 Q(-0.25) /
+  // Q(0.25) with Q the upper tail of the normal, Q(0.25) = 0.401294.
   CHECK(expected_output_tokens(100.0, 0.5, 100) == 150);
 }
 
-}  // namespace
+} // namespace
 
-int main() {
+int main(int count, char **arguments) {
   int compared = 0;
-  for (std::uint32_t seed = 1; seed <= 300; ++seed) compared += forecasts_equal_the_engine(seed);
+  const std::uint32_t seeds = count > 1 ? std::stoul(arguments[1]) : 300;
+  for (std::uint32_t seed = 1; seed <= seeds; ++seed)
+    compared += forecasts_equal_the_engine(seed);
   std::printf("%d forecasts equal to the engine\n", compared);
   CHECK(compared > 1000);
   std::printf("%d taken up from a kept simulation\n", resumed);

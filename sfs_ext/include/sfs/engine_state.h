@@ -20,9 +20,11 @@ std::int32_t expected_output_tokens(double predicted, double sigma, std::int32_t
 // One request at a time in each batch, or those that only decode together: the same outcome.
 enum class Stepping : std::uint8_t { plain, grouped };
 
-// The loop that published `snapshot`, its clock starting from 0 at the snapshot's time. Block
-// contents do not travel, so it runs without prefix caching, from the same free count.
+// The loop that published `snapshot`, its clock starting from 0 at the snapshot's time. `mirror`:
+// of its KV blocks at that time, to stay as it is; without one it runs as if without prefix
+// caching, from the same free count.
 void restore(const Snapshot& snapshot, const BatchTime& batch_time, double length_sigma,
-             EngineLoop& into, Stepping stepping = Stepping::grouped);
+             EngineLoop& into, Stepping stepping = Stepping::grouped,
+             const KvMirror* mirror = nullptr);
 
 }  // namespace sfs

@@ -21,6 +21,7 @@ struct Arrival {
   double predicted_output_tokens = 0.0;  // 0: unknown, max_tokens counts
   std::int32_t max_tokens = 0;
   std::int32_t priority = 0;
+  std::span<const BlockKey> keys = {};  // of the prompt's full blocks, where prefixes are known
 };
 
 struct FirstToken {

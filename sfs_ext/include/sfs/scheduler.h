@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "sfs/batch_time.h"
@@ -50,12 +51,19 @@ class Scheduler {
   Scheduler() = default;
   explicit Scheduler(const SchedulerConfig& config);
 
+  // To be restored to what another scheduler was, whose KV blocks `mirror` shows; it has to stay as
+  // it is.
+  Scheduler(const SchedulerConfig& config, const KvMirror& mirror);
+
   // Throws std::invalid_argument for a request that could never run.
   static void check(const SchedulerConfig& config, const Request& request);
 
   // Queues a request that `check` would pass; `keys` name the content of its full blocks (see
-  // KvCache::set_keys).
-  Slot add(const Request& request, std::vector<BlockKey> keys = {});
+  // KvCache::add).
+  Slot add(const Request& request, std::span<const BlockKey> keys = {});
+
+  // KV events are appended to `journal` from now on; see KvCache::record_to.
+  void record_to(std::vector<KvEvent>* journal) { kv_.record_to(journal); }
 
   // Rebuilds a state observed elsewhere: requests are appended in running, then in queue order.
   // `steady_in_flight`: the newest batches in flight in which it decodes; where it turns out a
