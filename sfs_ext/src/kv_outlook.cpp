@@ -49,13 +49,28 @@ KvOutlook::Hits KvOutlook::find_hits(const Request& request, Slot slot) {
   found_.clear();
   Hits hits;
   const std::int32_t full_blocks = (request.known_tokens() - 1) / block_size_;
+  const TableId own = table_of_[slot];
+  bool alike = newest_hits_ != none;
   for (Place place; hits.blocks < full_blocks; place = {}) {
-    if (!locate(table_of_[slot], hits.blocks, place)) break;
+    alike = alike && held_by_newest(tables_[static_cast<std::size_t>(own)], hits.blocks, place);
+    if (!alike && !locate(own, hits.blocks, place)) break;
     found_.push_back(place);
     ++hits.blocks;
     hits.unheld += !place.held;
   }
   return hits;
+}
+
+// Many begin alike. What was the oldest block of its content and has been held since still is.
+bool KvOutlook::held_by_newest(const Table& asking, std::int32_t depth, Place& place) const {
+  const Table& newest = tables_[static_cast<std::size_t>(newest_hits_)];
+  const auto index = static_cast<std::size_t>(depth);
+  if (!newest.held || depth >= newest.hits || index >= asking.keys.size() ||
+      index >= newest.keys.size() || asking.keys[index] != newest.keys[index])
+    return false;
+  place.single = hits_[static_cast<std::size_t>(newest.hits_from + depth)];
+  place.held = true;
+  return true;
 }
 
 // Of blocks with equal content the oldest: the mirror's before those of the simulation.
@@ -186,7 +201,10 @@ void KvOutlook::hit(const Place& place) {
       const bool one = block.references == 1 && block.owners < table_numbered_.size();
       holder = one ? table_numbered_[block.owners] : none;
     }
-    if (holder != none) ++tables_[static_cast<std::size_t>(holder)].singles;
+    if (holder != none) {
+      Table& table = tables_[static_cast<std::size_t>(holder)];
+      table.singles_to = std::max(table.singles_to, place.depth + 1);
+    }
   } else if (place.run != none) {
     Place now = place;  // hits before may have split the run
     locate_in_runs(place.table, place.life, place.depth, now);
@@ -201,9 +219,10 @@ void KvOutlook::admit(Slot slot) {
   Table& admitted = table(slot);
   admitted.hits_from = static_cast<std::int32_t>(hits_.size());
   admitted.hits = admitted.hashed = static_cast<std::int32_t>(found_.size());
-  admitted.singles = 0;
+  admitted.singles_to = 0;
   admitted.held = true;
   for (const Place& place : found_) hit(place);
+  if (!found_.empty()) newest_hits_ = table_of_[slot];
   found_.clear();
 }
 
@@ -244,6 +263,15 @@ void KvOutlook::evict(std::int64_t blocks) {
   }
 }
 
+// Depths from here on are the table's alone.
+std::int32_t KvOutlook::singles_to(const Table& table) const {
+  std::int32_t depth = 0;
+  if (table.shown_blocks > 0)
+    for (std::int32_t left = table.shown->shared; left > 0; ++depth)
+      left -= mirror_->block(table.shown->blocks[static_cast<std::size_t>(depth)]).references > 1;
+  return std::max({depth, table.hits, table.singles_to});
+}
+
 // The single at `depth` of a table that is being released, if there is one.
 std::int32_t KvOutlook::single_at(TableId id, std::int32_t depth) {
   const Table& table = tables_[static_cast<std::size_t>(id)];
@@ -258,7 +286,7 @@ std::int32_t KvOutlook::single_at(TableId id, std::int32_t depth) {
   }
   place.table = id;
   place.life = table.life;
-  return table.singles > 0 ? single_named_.find(name(place)) : none;
+  return single_named_.find(name(place));
 }
 
 std::int32_t KvOutlook::release(Slot slot, std::int32_t blocks) {
@@ -274,9 +302,7 @@ std::int32_t KvOutlook::release(Slot slot, std::int32_t blocks) {
     freed += run_to - from;
     push({.table = id, .life = released.life, .from = from, .to = run_to});
   };
-  const bool all_its_own = released.hits == 0 && released.singles == 0 &&
-                           (released.shown_blocks == 0 || released.shown->shared == 0);
-  for (std::int32_t depth = all_its_own ? 0 : hashed; depth-- > 0;) {
+  for (std::int32_t depth = std::min(singles_to(released), hashed); depth-- > 0;) {
     const std::int32_t single = single_at(id, depth);
     if (single == none) continue;
     free_run(depth + 1);
@@ -291,7 +317,7 @@ std::int32_t KvOutlook::release(Slot slot, std::int32_t blocks) {
   released.shown_blocks = 0;
   released.hits = 0;
   released.hashed = 0;
-  released.singles = 0;
+  released.singles_to = 0;
   ++released.life;
   return freed;
 }

@@ -54,8 +54,8 @@ class KvOutlook {
     std::int32_t hits_from = 0;     // in hits_
     std::int32_t hits = 0;
     std::int32_t hashed = 0;
-    std::int32_t singles = 0;  // blocks of its own that others have hit
-    std::int32_t life = 0;     // counts releases
+    std::int32_t singles_to = 0;  // depths from here on nobody else has hit
+    std::int32_t life = 0;        // counts releases
     std::int32_t newest_run = none;
     std::int32_t newest_published = none;
     bool held = false;
@@ -103,6 +103,7 @@ class KvOutlook {
 
   Table& table(Slot slot) { return tables_[static_cast<std::size_t>(table_of_[slot])]; }
   void open(Slot slot, Table table);
+  bool held_by_newest(const Table& asking, std::int32_t depth, Place& place) const;
   bool locate(TableId own, std::int32_t depth, Place& place) const;
   bool locate_in_mirror(BlockKey key, Place& place) const;
   bool locate_block(std::int32_t block, Place& place) const;
@@ -113,6 +114,7 @@ class KvOutlook {
   bool evicted(const KvMirror::Block& block) const;
   std::int32_t single_of(const Place& place, std::int32_t references);
   void hit(const Place& place);
+  std::int32_t singles_to(const Table& table) const;
   std::int32_t single_at(TableId id, std::int32_t depth);
   void evict(std::int64_t blocks);
   void push(Freed freed);
@@ -140,6 +142,7 @@ class KvOutlook {
   FlatMap single_named_;
   std::vector<std::int32_t> hits_;  // singles, table by table
   std::vector<Place> found_;        // by find_hits
+  TableId newest_hits_ = none;      // whose hits are the newest
   std::vector<Published> published_;
 };
 
