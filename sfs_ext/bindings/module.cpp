@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <optional>
@@ -14,6 +15,7 @@
 #include "sfs/emulated_engine.h"
 #include "sfs/engine_state.h"
 #include "sfs/fleet.h"
+#include "sfs/kv_mirror.h"
 #include "sfs/replay.h"
 #include "sfs/scheduler.h"
 #include "sfs/segment.h"
@@ -63,15 +65,16 @@ void bind_dtypes(py::module_& m) {
                        stale_tokens, in_flight_tokens, in_flight_emits, status);
   PYBIND11_NUMPY_DTYPE(BatchInFlight, started_s, tokens, decode_context_tokens, prefill_attention);
   PYBIND11_NUMPY_DTYPE(SnapshotHeader, sequence, published_s, free_blocks, running, waiting,
-                       omitted, in_flight_batches, in_flight);
+                       omitted, in_flight_batches, kv_journaled, kv_position, in_flight);
   PYBIND11_NUMPY_DTYPE(StepRecord, sequence, scheduled_s, started_s, done_s, prefill_tokens,
                        prefill_requests, decode_requests, preempted, decode_context_tokens,
                        prefill_attention, running, waiting, free_blocks);
   PYBIND11_NUMPY_DTYPE(CandidateQuery, instance, prompt_tokens, predicted_output_tokens, max_tokens,
-                       priority, arrival_s);
+                       priority, arrival_s, prompt);
   PYBIND11_NUMPY_DTYPE(CandidateForecast, instance, status, ttft_s, waiting_s, prefill_s, age_s,
-                       batches, running, waiting, booked, queued_prefill_tokens);
+                       batches, running, waiting, booked, queued_prefill_tokens, cached_tokens);
   PYBIND11_NUMPY_DTYPE(EngineEvent, id, tokens, finish, at_s);
+  PYBIND11_NUMPY_DTYPE(KvEvent, value, block, kind);
   m.attr("HEARTBEAT_S") = heartbeat_s;
   m.attr("resident_dtype") = py::dtype::of<Resident>();
   m.attr("batch_dtype") = py::dtype::of<BatchInFlight>();
@@ -80,6 +83,7 @@ void bind_dtypes(py::module_& m) {
   m.attr("query_dtype") = py::dtype::of<CandidateQuery>();
   m.attr("forecast_dtype") = py::dtype::of<CandidateForecast>();
   m.attr("event_dtype") = py::dtype::of<EngineEvent>();
+  m.attr("kv_event_dtype") = py::dtype::of<KvEvent>();
 }
 
 void bind_config(py::module_& m) {
@@ -196,6 +200,86 @@ void bind_config(py::module_& m) {
           }));
 }
 
+void bind_kv_journal(py::module_& m) {
+  py::native_enum<KvEventKind>(m, "KvEventKind", "enum.IntEnum")
+      .value("WANT", KvEventKind::want)
+      .value("KEY", KvEventKind::key)
+      .value("TAKE", KvEventKind::take)
+      .value("TOUCH", KvEventKind::touch)
+      .value("HASH", KvEventKind::hash)
+      .value("RELEASE", KvEventKind::release)
+      .value("FORGET", KvEventKind::forget)
+      .value("CACHED", KvEventKind::cached)
+      .finalize();
+
+  py::class_<KvJournalMessage>(
+      m, "KvJournalMessage",
+      "A stretch of an engine's KV journal: the events after from_position "
+      "up to to_position, or from 0 those that rebuild the state there.")
+      .def_readonly("num_blocks", &KvJournalMessage::num_blocks)
+      .def_readonly("from_position", &KvJournalMessage::from)
+      .def_readonly("to_position", &KvJournalMessage::to)
+      .def_property_readonly(
+          "events",
+          [](const KvJournalMessage& message) {
+            return array_of(std::span<const KvEvent>(message.events));
+          },
+          "kv_event_dtype.")
+      .def("to_bytes",
+           [](const KvJournalMessage& message) {
+             const auto data = message.to_bytes();
+             return py::bytes(reinterpret_cast<const char*>(data.data()), data.size());
+           })
+      .def_static(
+          "from_bytes",
+          [](const py::bytes& data) { return KvJournalMessage::from_bytes(bytes_of(data)); },
+          py::arg("data"),
+          "ValueError on anything truncated, corrupt or of another layout version.");
+
+  py::class_<KvMirror>(m, "KvMirror", "An engine's KV cache, rebuilt from its journal.")
+      .def(py::init([](std::int32_t num_blocks) {
+             if (num_blocks < 2)
+               throw std::invalid_argument("KV mirror: num_blocks must be at least 2, not " +
+                                           std::to_string(num_blocks));
+             return KvMirror(num_blocks);
+           }),
+           py::arg("num_blocks"))
+      .def(
+          "apply",
+          [](KvMirror& mirror, const Array<KvEvent>& events) { mirror.apply(span_of(events)); },
+          py::arg("events"), "kv_event_dtype; ValueError for the first that contradicts the state.")
+      .def(
+          "advance",
+          [](KvMirror& mirror, const py::bytes& message) {
+            return mirror.advance(KvJournalMessage::from_bytes(bytes_of(message)));
+          },
+          py::arg("message"), "A KvJournalMessage's bytes; False if it begins ahead of position.")
+      .def(
+          "compact",
+          [](const KvMirror& mirror) {
+            const auto events = mirror.compact();
+            return array_of(std::span<const KvEvent>(events));
+          },
+          "kv_event_dtype events that rebuild this state from nothing.")
+      .def(
+          "cached_tokens",
+          [](const KvMirror& mirror, const Array<BlockKey>& keys, std::int32_t block_size) {
+            const auto wanted = span_of(keys);
+            const auto missing = std::find_if(wanted.begin(), wanted.end(), [&](BlockKey key) {
+              return mirror.find(key) == KvBlocks::none;
+            });
+            return (missing - wanted.begin()) * block_size;
+          },
+          py::arg("keys"), py::arg("block_size"), "Of the prefix with these keys (uint64).")
+      .def_property_readonly("position", &KvMirror::position, "Events it stands for.")
+      .def_property_readonly("requests", &KvMirror::tables, "Live ones.")
+      .def_property_readonly(
+          "free_blocks",
+          [](const KvMirror& mirror) { return mirror.plain_free() + mirror.cached_free(); })
+      .def_property_readonly("cached_free_blocks", &KvMirror::cached_free,
+                             "Free ones that hold known content.");
+}
+
 void bind_snapshots(py::module_& m) {
   py::class_<Snapshot>(m, "Snapshot", "One consistent state of an engine.")
       .def_readonly("config", &Snapshot::config)
@@ -222,9 +306,17 @@ void bind_snapshots(py::module_& m) {
   py::class_<SnapshotWriter>(
       m, "SnapshotWriter",
       "Publishes an engine's snapshots and step records through a file of shared memory.")
-      .def(py::init<std::string, const SchedulerConfig&, std::uint32_t, std::uint32_t>(),
+      .def(py::init<std::string, const SchedulerConfig&, std::uint32_t, std::uint32_t, bool>(),
            py::arg("path"), py::arg("config"), py::arg("max_residents") = 4096,
-           py::arg("max_steps") = 8192)
+           py::arg("max_steps") = 8192, py::arg("kv_journaled") = false)
+      .def(
+          "append",
+          [](SnapshotWriter& writer, const Array<KvEvent>& events) {
+            writer.append(span_of(events));
+          },
+          py::arg("events"),
+          "kv_event_dtype: what happened to the KV blocks since the last call, before the publish "
+          "that shows it.")
       .def(
           "publish",
           [](SnapshotWriter& writer, double published_s, int free_blocks,
@@ -261,6 +353,27 @@ void bind_snapshots(py::module_& m) {
                              "Number of the newest snapshot; 0 before the first.")
       .def_property_readonly("config", &SnapshotReader::config)
       .def_property_readonly("writer_pid", &SnapshotReader::writer_pid)
+      .def_property_readonly("kv_journaled", &SnapshotReader::kv_journaled)
+      .def_property_readonly("kv_position", &SnapshotReader::kv_position,
+                             "Events in the KV journal; 0 without one.")
+      .def(
+          "read_journal",
+          [](const SnapshotReader& reader, KvMirror& mirror, std::uint64_t up_to) {
+            const py::gil_scoped_release release;
+            return reader.read_journal(mirror, up_to);
+          },
+          py::arg("mirror"), py::arg("up_to"),
+          "Brings the mirror to a snapshot's kv_position; False where that cannot be had.")
+      .def(
+          "read_journal_message",
+          [](const SnapshotReader& reader, std::uint64_t after,
+             const std::optional<std::uint64_t>& up_to) {
+            const py::gil_scoped_release release;
+            return reader.read_journal_message(after, up_to.value_or(reader.kv_position()));
+          },
+          py::arg("after"), py::arg("up_to") = py::none(),
+          "Events after `after`, or from 0 where that is too long ago; None where neither is "
+          "there.")
       .def(
           "read",
           [](const SnapshotReader& reader) -> std::optional<Snapshot> {
@@ -289,7 +402,11 @@ void bind_fleet(py::module_& m) {
       .finalize();
 
   py::class_<Fleet>(m, "Fleet", "The router's picture of every instance. Thread-safe.")
-      .def(py::init())
+      .def(py::init([](bool plain_stepping) {
+             return std::make_unique<Fleet>(plain_stepping ? Stepping::plain : Stepping::grouped);
+           }),
+           py::kw_only(), py::arg("plain_stepping") = false,
+           "plain_stepping: one request at a time in every batch, to compare with.")
       .def("add", &Fleet::add, py::arg("config"), py::arg("batch_time"),
            py::arg("length_sigma") = 0.0, "Returns the instance's number.")
       .def("remove", &Fleet::remove, py::arg("instance"))
@@ -301,37 +418,51 @@ void bind_fleet(py::module_& m) {
           },
           py::arg("instance"), py::arg("snapshot"),
           "False if it is not newer than the one held; ValueError if it is not a snapshot.")
+      .def(
+          "update_journal",
+          [](Fleet& fleet, std::int32_t instance, const py::bytes& message) {
+            return fleet.update_journal(instance, KvJournalMessage::from_bytes(bytes_of(message)));
+          },
+          py::arg("instance"), py::arg("message"),
+          "False if a message before it is missing; ValueError if it is not a journal message.")
       .def("calibrate", &Fleet::calibrate, py::arg("instance"), py::arg("batch_time"))
       .def(
           "book",
           [](Fleet& fleet, std::int32_t instance, std::uint64_t request_id, double arrival_s,
-             int prompt_tokens, double predicted_output_tokens, int max_tokens, int priority) {
-            fleet.book(instance, {.id = request_id,
-                                  .arrival_s = arrival_s,
-                                  .prompt_tokens = prompt_tokens,
-                                  .predicted_output_tokens = predicted_output_tokens,
-                                  .max_tokens = max_tokens,
-                                  .priority = priority});
+             int prompt_tokens, double predicted_output_tokens, int max_tokens, int priority,
+             const std::optional<Array<std::int32_t>>& prompt) {
+            fleet.book(instance,
+                       {.id = request_id,
+                        .arrival_s = arrival_s,
+                        .prompt_tokens = prompt_tokens,
+                        .predicted_output_tokens = predicted_output_tokens,
+                        .max_tokens = max_tokens,
+                        .priority = priority},
+                       prompt ? span_of(*prompt) : Prompt{});
           },
           py::arg("instance"), py::arg("request_id"), py::arg("arrival_s"),
           py::arg("prompt_tokens"), py::arg("predicted_output_tokens"), py::arg("max_tokens"),
-          py::arg("priority") = 0)
+          py::arg("priority") = 0, py::arg("prompt") = py::none(), "prompt: its token ids.")
       .def("unbook", &Fleet::unbook, py::arg("instance"), py::arg("request_id"))
       .def("snapshot", &Fleet::snapshot, py::arg("instance"))
       .def(
           "forecast",
-          [](Fleet& fleet, double now_s, const Array<CandidateQuery>& queries) {
+          [](Fleet& fleet, double now_s, const Array<CandidateQuery>& queries,
+             const std::vector<Array<std::int32_t>>& prompts) {
             Array<CandidateForecast> forecasts(queries.size());
             const auto from = span_of(queries);
             const std::span<CandidateForecast> into(forecasts.mutable_data(), from.size());
+            std::vector<Prompt> token_ids;
+            for (const auto& prompt : prompts) token_ids.push_back(span_of(prompt));
             {
               const py::gil_scoped_release release;
-              fleet.forecast(now_s, from, into);
+              fleet.forecast(now_s, from, token_ids, into);
             }
             return forecasts;
           },
-          py::arg("now_s"), py::arg("queries"),
-          "query_dtype[n] to forecast_dtype[n]; IndexError for an unknown instance.");
+          py::arg("now_s"), py::arg("queries"), py::arg("prompts") = py::list(),
+          "query_dtype[n] to forecast_dtype[n]; prompts: token ids that `prompt` of a query points "
+          "to. IndexError for an unknown instance.");
 }
 
 void bind_engine(py::module_& m) {
@@ -396,6 +527,7 @@ void bind_replay(py::module_& m) {
           next.request.output_tokens = given["output_tokens"].cast<std::int32_t>();
           next.request.max_tokens = given["max_tokens"].cast<std::int32_t>();
           next.request.priority = given["priority"].cast<std::int32_t>();
+          next.abort_s = given["abort_s"].cast<double>();
           next.keys = given["block_keys"].cast<std::vector<BlockKey>>();
           workload.push_back(std::move(next));
         }
@@ -447,6 +579,7 @@ PYBIND11_MODULE(_core, m) {
   translate_system_errors();
   bind_dtypes(m);
   bind_config(m);
+  bind_kv_journal(m);
   bind_snapshots(m);
   bind_fleet(m);
   bind_engine(m);

@@ -45,9 +45,11 @@ std::vector<BlockKey> block_keys(std::span<const std::int32_t> token_ids, std::i
 
 EmulatedEngine::EmulatedEngine(const SchedulerConfig& config, const BatchTime& batch_time,
                                const std::string& snapshot_path)
-    : loop_(config, batch_time), writer_(snapshot_path, config, max_residents, max_steps) {
+    : loop_(config, batch_time),
+      writer_(snapshot_path, config, max_residents, max_steps, config.enable_prefix_caching) {
   event_fd_ = ::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   if (event_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+  if (config.enable_prefix_caching) loop_.scheduler.record_to(&journal_);
   publish();
   thread_ = std::thread([this] { run(); });
 }
@@ -187,6 +189,8 @@ void EmulatedEngine::complete_oldest() {
 
 void EmulatedEngine::publish() {
   capture(loop_, unix_time_s(), scratch_);
+  if (!journal_.empty()) writer_.append(journal_);
+  journal_.clear();
   writer_.publish(scratch_.header, scratch_.residents.data(), scratch_.residents.size());
 }
 

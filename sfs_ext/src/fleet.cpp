@@ -7,6 +7,8 @@
 #include <unordered_set>
 #include <utility>
 
+#include "sfs/emulated_engine.h"
+
 namespace sfs {
 namespace {
 
@@ -31,6 +33,18 @@ void hold_until(EngineLoop& loop, double now_s) {
   queued.end_s = now_s + loop.batch_time.seconds(queued.batch.shape);
   loop.device_free_s = queued.end_s;
 }
+
+// Rule 11, as things are: the query may come to something else.
+std::int32_t cached_tokens(const KvMirror& mirror, std::span<const BlockKey> keys,
+                           std::int32_t prompt_tokens, std::int32_t block_size) {
+  const auto full_blocks = static_cast<std::size_t>((prompt_tokens - 1) / block_size);
+  std::size_t hits = 0;
+  while (hits < std::min(full_blocks, keys.size()) && mirror.find(keys[hits]) >= 0) ++hits;
+  return static_cast<std::int32_t>(hits) * block_size;
+}
+
+// Of one instance, waiting for the snapshots that they lead up to.
+constexpr std::size_t max_journal_messages = 4096;
 
 }  // namespace
 
@@ -79,6 +93,26 @@ bool Fleet::update(std::int32_t number, Snapshot snapshot) {
   return true;
 }
 
+bool Fleet::update_journal(std::int32_t number, KvJournalMessage message) {
+  const auto instance = at(number);
+  const std::unique_lock lock(instance->mutex);
+  auto& journal = instance->journal;
+  const std::uint64_t known = !journal.empty()   ? journal.back().to
+                              : instance->mirror ? instance->mirror->position()
+                                                 : 0;
+  if (message.to <= known) return true;
+  if (message.from > known || journal.size() == max_journal_messages) {
+    journal.clear();
+    instance->mirror.reset();
+    return false;
+  }
+  if (message.from == 0) journal.clear();
+  const bool leads_up_to_snapshot = message.to == instance->snapshot.header.kv_position;
+  journal.push_back(std::move(message));
+  if (leads_up_to_snapshot) instance->restart();
+  return true;
+}
+
 void Fleet::calibrate(std::int32_t number, const BatchTime& batch_time) {
   const auto instance = at(number);
   const std::unique_lock lock(instance->mutex);
@@ -86,7 +120,7 @@ void Fleet::calibrate(std::int32_t number, const BatchTime& batch_time) {
   if (instance->snapshot.header.sequence > 0) instance->restart();
 }
 
-void Fleet::book(std::int32_t number, const Arrival& arrival) {
+void Fleet::book(std::int32_t number, const Arrival& arrival, Prompt prompt) {
   const auto instance = at(number);
   const std::unique_lock lock(instance->mutex);
   if (!instance->snapshot.config.can_admit(arrival.prompt_tokens) || arrival.max_tokens < 1)
@@ -97,19 +131,22 @@ void Fleet::book(std::int32_t number, const Arrival& arrival) {
   auto& bookings = instance->bookings;
   const auto later = std::upper_bound(
       bookings.begin(), bookings.end(), arrival.arrival_s,
-      [](double arrival_s, const Arrival& other) { return arrival_s < other.arrival_s; });
+      [](double arrival_s, const Booking& other) { return arrival_s < other.arrival.arrival_s; });
   // Whoever comes last changes nothing for those before; anybody else does.
   const double kept_from_s =
       instance->snapshot.header.published_s + instance->kept.earliest_arrival_s;
   if (later != bookings.end() || arrival.arrival_s < kept_from_s) instance->kept.valid = false;
-  bookings.insert(later, arrival);
+  Booking booking{arrival, {}};
+  if (instance->snapshot.header.kv_journaled)
+    booking.keys = block_keys(prompt, instance->snapshot.config.block_size);
+  bookings.insert(later, std::move(booking));
 }
 
 bool Fleet::unbook(std::int32_t number, std::uint64_t request_id) {
   const auto instance = at(number);
   const std::unique_lock lock(instance->mutex);
-  const bool was_booked = std::erase_if(instance->bookings, [=](const Arrival& booked) {
-                            return booked.id == request_id;
+  const bool was_booked = std::erase_if(instance->bookings, [=](const Booking& booked) {
+                            return booked.arrival.id == request_id;
                           }) > 0;
   if (was_booked) instance->kept.valid = false;
   return was_booked;
@@ -141,11 +178,32 @@ void Fleet::Instance::accept() {
   if (bookings.empty()) return;
   std::unordered_set<std::uint64_t> named;
   for (const Resident& resident : snapshot.residents) named.insert(resident.id);
-  std::erase_if(bookings, [&](const Arrival& booked) { return named.contains(booked.id); });
+  std::erase_if(bookings, [&](const Booking& booked) { return named.contains(booked.arrival.id); });
+}
+
+// Brings the mirror to the snapshot. A journal that contradicts itself, or the snapshot, is not
+// believed: forecasts then know counts alone, until it begins anew.
+bool Fleet::Instance::follow_journal() {
+  const SnapshotHeader& header = snapshot.header;
+  if (!header.kv_journaled) return false;
+  if (!mirror) mirror.emplace(snapshot.config.num_blocks);
+  try {
+    if (reader && !reader->read_journal(*mirror, header.kv_position)) return false;
+    for (; !journal.empty() && journal.front().to <= header.kv_position; journal.pop_front())
+      if (!mirror->advance(journal.front())) return false;
+  } catch (const std::invalid_argument&) {
+    mirror.reset();
+    journal.clear();
+    return false;
+  }
+  return mirror->position() == header.kv_position &&
+         mirror->plain_free() + mirror->cached_free() == header.free_blocks;
 }
 
 void Fleet::Instance::restart() {
-  restore(snapshot, batch_time, length_sigma, simulation.loop, stepping);
+  mirrored = follow_journal();
+  restore(snapshot, batch_time, length_sigma, simulation.loop, stepping,
+          mirrored ? &*mirror : nullptr);
   simulation.begin();
   kept.valid = false;
 }
@@ -157,14 +215,44 @@ bool Fleet::Instance::take_kept(double arrival_s, Simulation& into) {
   return true;
 }
 
+// The keys of a decision's prompts, each made once for all instances with blocks of one size.
+class Fleet::PromptKeys {
+ public:
+  std::span<const BlockKey> of(Prompt prompt, std::int32_t block_size) {
+    const auto same = [&](const Entry& entry) {
+      return entry.token_ids == prompt.data() && entry.block_size == block_size;
+    };
+    auto found = std::find_if(entries_.begin(), entries_.end(), same);
+    if (found == entries_.end())
+      found = entries_.insert(found, {prompt.data(), block_size, block_keys(prompt, block_size)});
+    return found->keys;
+  }
+
+ private:
+  struct Entry {
+    const std::int32_t* token_ids;
+    std::int32_t block_size;
+    std::vector<BlockKey> keys;
+  };
+  std::vector<Entry> entries_;
+};
+
 void Fleet::forecast(double now_s, std::span<const CandidateQuery> queries,
-                     std::span<CandidateForecast> into) {
-  for (std::size_t i = 0; i < queries.size(); ++i)
-    into[i] = forecast_one(*at(queries[i].instance), now_s, queries[i]);
+                     std::span<const Prompt> prompts, std::span<CandidateForecast> into) {
+  PromptKeys keys;
+  for (std::size_t i = 0; i < queries.size(); ++i) {
+    const auto prompt = static_cast<std::size_t>(queries[i].prompt);
+    if (!prompts.empty() && (queries[i].prompt < 0 || prompt >= prompts.size()))
+      throw std::invalid_argument("fleet: query " + std::to_string(i) + " has prompt " +
+                                  std::to_string(queries[i].prompt) + " of " +
+                                  std::to_string(prompts.size()));
+    into[i] = forecast_one(*at(queries[i].instance), now_s, queries[i],
+                           prompts.empty() ? Prompt{} : prompts[prompt], keys);
+  }
 }
 
-CandidateForecast Fleet::forecast_one(Instance& instance, double now_s,
-                                      const CandidateQuery& query) {
+CandidateForecast Fleet::forecast_one(Instance& instance, double now_s, const CandidateQuery& query,
+                                      Prompt prompt, PromptKeys& prompt_keys) {
   static thread_local Simulation simulation;
   static thread_local std::vector<Arrival> ahead;
   std::shared_lock lock(instance.mutex);
@@ -183,8 +271,8 @@ CandidateForecast Fleet::forecast_one(Instance& instance, double now_s,
   forecast.running = header.running;
   forecast.waiting = header.waiting + header.omitted + forecast.booked;
   forecast.queued_prefill_tokens = instance.queued_prefill_tokens;
-  for (const Arrival& booked : instance.bookings)
-    forecast.queued_prefill_tokens += booked.prompt_tokens;
+  for (const Booking& booked : instance.bookings)
+    forecast.queued_prefill_tokens += booked.arrival.prompt_tokens;
   if (header.sequence == 0) {
     forecast.status = static_cast<std::int32_t>(
         instance.snapshot.config.can_admit(query.prompt_tokens) ? ForecastStatus::no_snapshot
@@ -194,14 +282,25 @@ CandidateForecast Fleet::forecast_one(Instance& instance, double now_s,
     return forecast;
   }
   forecast.age_s = now_s - header.published_s;
+  std::span<const BlockKey> keys;
+  if (instance.mirrored) {
+    keys = prompt_keys.of(prompt, instance.snapshot.config.block_size);
+    forecast.cached_tokens = cached_tokens(*instance.mirror, keys, query.prompt_tokens,
+                                           instance.snapshot.config.block_size);
+  }
   const Arrival arrival{.id = 0,
                         .arrival_s = query.arrival_s - header.published_s,
                         .prompt_tokens = query.prompt_tokens,
                         .predicted_output_tokens = query.predicted_output_tokens,
                         .max_tokens = query.max_tokens,
-                        .priority = query.priority};
-  ahead.assign(instance.bookings.begin(), instance.bookings.end());
-  for (Arrival& booked : ahead) booked.arrival_s -= header.published_s;
+                        .priority = query.priority,
+                        .keys = keys};
+  ahead.clear();
+  for (const Booking& booked : instance.bookings) {
+    ahead.push_back(booked.arrival);
+    ahead.back().arrival_s -= header.published_s;
+    ahead.back().keys = booked.keys;
+  }
 
   // What is held depends on the time of asking, so it is nothing to keep.
   const bool held =

@@ -24,6 +24,19 @@ KvMirror KvMirror::rebuild(std::int32_t num_blocks, std::uint64_t position,
   return mirror;
 }
 
+bool KvMirror::advance(const KvJournalMessage& message) {
+  if (message.num_blocks != num_blocks())
+    refuse("KV journal: a message of an engine with " + std::to_string(message.num_blocks) +
+           " blocks, not " + std::to_string(num_blocks()));
+  if (message.to <= position_) return true;
+  if (message.from > position_) return false;
+  if (message.from > 0)
+    apply(std::span(message.events).subspan(position_ - message.from));
+  else
+    *this = rebuild(num_blocks(), message.to, message.events);
+  return true;
+}
+
 void KvMirror::apply(std::span<const KvEvent> events) {
   for (const KvEvent& event : events) {
     try {

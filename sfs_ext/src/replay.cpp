@@ -1,13 +1,34 @@
 #include "sfs/replay.h"
 
 #include <algorithm>
+#include <cmath>
 #include <deque>
+#include <map>
 #include <stdexcept>
 #include <string>
 
 #include "sfs/engine_loop.h"
 
 namespace sfs {
+namespace {
+
+// Requests by the time at which their clients go away.
+using Aborts = std::multimap<double, const ReplayRequest*>;
+
+// Those due by `now`, of requests that arrived by `taken`: the engine does not know the others yet.
+void take_aborts(Aborts& aborts, Scheduler& scheduler, double now, double taken) {
+  for (auto next = aborts.begin(); next != aborts.end() && next->first <= now;) {
+    const Request& request = next->second->request;
+    if (request.arrival_s > taken) {
+      ++next;
+      continue;
+    }
+    scheduler.abort(request.id);
+    next = aborts.erase(next);
+  }
+}
+
+}  // namespace
 
 ReplayResult replay(const SchedulerConfig& config, std::vector<ReplayRequest> requests,
                     const ReplayOptions& options) {
@@ -17,25 +38,32 @@ ReplayResult replay(const SchedulerConfig& config, std::vector<ReplayRequest> re
   std::stable_sort(requests.begin(), requests.end(), [](const auto& a, const auto& b) {
     return a.request.arrival_s < b.request.arrival_s;
   });
+  Aborts aborts;
+  for (const ReplayRequest& request : requests)
+    if (std::isfinite(request.abort_s)) aborts.emplace(request.abort_s, &request);
 
   EngineLoop loop(config, options.batch_time.value_or(BatchTime{}));
+  const bool timed = options.batch_time.has_value();
   std::deque<std::size_t> steps_in_flight;
   std::vector<Token> tokens;
   double now_s = 0.0;
   double pass = 0.0;
-  double& clock = options.batch_time ? now_s : pass;
+  double& clock = timed ? now_s : pass;
   auto next = requests.begin();
 
   for (;; pass += 1.0) {
     if (!loop.busy()) {
       if (next == requests.end()) return result;
-      clock = std::max(clock, next->request.arrival_s);
+      const double arrival = next->request.arrival_s;
+      clock = std::max(clock, timed ? arrival : std::ceil(arrival));
     }
     if (static_cast<std::int64_t>(result.steps.size()) >= options.max_steps)
       throw std::runtime_error("replay: the workload is unfinished after " +
                                std::to_string(options.max_steps) + " steps");
-    for (; next != requests.end() && next->request.arrival_s <= clock; ++next)
+    const double taken = clock;
+    for (; next != requests.end() && next->request.arrival_s <= taken; ++next)
       loop.scheduler.add(next->request, std::move(next->keys));
+    take_aborts(aborts, loop.scheduler, clock, taken);
 
     const EngineLoop::Pass done = loop.schedule(now_s);
     if (done.scheduled) {
@@ -50,7 +78,8 @@ ReplayResult replay(const SchedulerConfig& config, std::vector<ReplayRequest> re
       steps_in_flight.push_back(result.steps.size() - 1);
     }
     if (done.waits) {
-      if (options.batch_time) now_s = std::max(now_s, loop.oldest().end_s);
+      if (timed) now_s = std::max(now_s, loop.oldest().end_s);
+      take_aborts(aborts, loop.scheduler, timed ? now_s : pass + 0.5, taken);
       tokens.clear();
       loop.complete_oldest(tokens);
       ReplayStep& step = result.steps[steps_in_flight.front()];
@@ -61,8 +90,7 @@ ReplayResult replay(const SchedulerConfig& config, std::vector<ReplayRequest> re
       }
       step.free_blocks_after = loop.scheduler.free_blocks();
     }
-    if (options.batch_time && !done.executed && loop.scheduler.has_requests())
-      now_s += options.idle_sleep_s;
+    if (timed && !done.executed && loop.scheduler.has_requests()) now_s += options.idle_sleep_s;
   }
 }
 

@@ -13,6 +13,9 @@
 #include <system_error>
 #include <utility>
 
+#include "kv_ring.h"
+#include "sequence_lock.h"
+
 namespace sfs {
 
 struct SegmentLayout {
@@ -21,6 +24,7 @@ struct SegmentLayout {
   std::int32_t writer_pid;
   std::uint32_t max_residents;
   std::uint32_t max_steps;
+  std::uint64_t journal_events;  // room in the ring of KV events; 0: no journal is kept
   SchedulerConfig config;
   alignas(64) std::uint64_t newest_snapshot;
   std::uint64_t newest_step;
@@ -31,9 +35,8 @@ namespace {
 constexpr char segment_magic[8] = {'F', 'O', 'R', 'E', 'S', 'E', 'G', 'M'};
 constexpr std::size_t snapshot_slots = 4;
 constexpr int read_attempts = 64;
+constexpr int journal_attempts = 4;
 
-using Word = std::uint64_t;
-static_assert(std::atomic_ref<Word>::is_always_lock_free);
 static_assert(sizeof(SegmentLayout) % sizeof(Word) == 0);
 static_assert(sizeof(SnapshotHeader) % sizeof(Word) == 0);
 static_assert(sizeof(Resident) % sizeof(Word) == 0);
@@ -44,13 +47,22 @@ std::size_t snapshot_slot_bytes(std::uint32_t max_residents) {
 }
 constexpr std::size_t step_slot_bytes = sizeof(Word) + sizeof(StepRecord);
 
-std::size_t segment_bytes(std::uint32_t max_residents, std::uint32_t max_steps) {
-  return sizeof(SegmentLayout) + snapshot_slots * snapshot_slot_bytes(max_residents) +
-         max_steps * step_slot_bytes;
+// Snapshots, steps, journal: where the last begins, and with a journal where it all ends.
+std::size_t journal_offset(std::uint32_t max_residents, std::uint32_t max_steps) {
+  constexpr std::size_t line = 64;
+  const std::size_t end = sizeof(SegmentLayout) +
+                          snapshot_slots * snapshot_slot_bytes(max_residents) +
+                          max_steps * step_slot_bytes;
+  return (end + line - 1) / line * line;
 }
 
 SegmentLayout& layout_of(const Mapping& mapping) {
   return *reinterpret_cast<SegmentLayout*>(mapping.data());
+}
+KvRing journal_of(const Mapping& mapping) {
+  const SegmentLayout& layout = layout_of(mapping);
+  return {mapping.data() + journal_offset(layout.max_residents, layout.max_steps),
+          layout.journal_events};
 }
 std::byte* snapshot_slot(const Mapping& mapping, std::uint64_t sequence) {
   return mapping.data() + sizeof(SegmentLayout) +
@@ -61,49 +73,6 @@ std::byte* step_slot(const Mapping& mapping, std::uint64_t sequence) {
   return mapping.data() + sizeof(SegmentLayout) +
          snapshot_slots * snapshot_slot_bytes(layout.max_residents) +
          (sequence % layout.max_steps) * step_slot_bytes;
-}
-
-std::atomic_ref<Word> word(std::byte* at) {
-  return std::atomic_ref<Word>(*reinterpret_cast<Word*>(at));
-}
-
-// Word by word, ordered: a word read early cannot hide a version read late. On x86 these are
-// plain moves.
-void store_words(std::byte* to, const void* from, std::size_t bytes) {
-  const auto* source = static_cast<const std::byte*>(from);
-  for (std::size_t i = 0; i < bytes; i += sizeof(Word)) {
-    Word value;
-    std::memcpy(&value, source + i, sizeof value);
-    word(to + i).store(value, std::memory_order_release);
-  }
-}
-void load_words(void* to, std::byte* from, std::size_t bytes) {
-  auto* target = static_cast<std::byte*>(to);
-  for (std::size_t i = 0; i < bytes; i += sizeof(Word)) {
-    const Word value = word(from + i).load(std::memory_order_acquire);
-    std::memcpy(target + i, &value, sizeof value);
-  }
-}
-
-// The first word of a slot is its version: odd while the slot is being written.
-class SlotWrite {
- public:
-  explicit SlotWrite(std::byte* slot) : version_(word(slot)), even_(version_.load() & ~Word{1}) {
-    version_.store(even_ + 1, std::memory_order_relaxed);
-  }
-  ~SlotWrite() { version_.store(even_ + 2, std::memory_order_release); }
-
- private:
-  std::atomic_ref<Word> version_;
-  Word even_;
-};
-
-template <class Read>
-bool read_slot(std::byte* slot, Read read) {
-  const auto version = word(slot);
-  const Word before = version.load(std::memory_order_acquire);
-  if (before % 2 != 0 || !read(slot + sizeof(Word))) return false;
-  return version.load(std::memory_order_acquire) == before;
 }
 
 [[noreturn]] void fail(const std::string& what, const std::string& path) {
@@ -171,20 +140,28 @@ Mapping Mapping::open(const std::string& path) {
 }
 
 SnapshotWriter::SnapshotWriter(std::string path, const SchedulerConfig& config,
-                               std::uint32_t max_residents, std::uint32_t max_steps)
+                               std::uint32_t max_residents, std::uint32_t max_steps,
+                               bool kv_journaled)
     : path_(std::move(path)) {
   config.validate();
   if (max_residents < 1 || max_steps < 1)
     throw std::invalid_argument("snapshot writer: max_residents and max_steps must be >= 1");
+  if (kv_journaled && !config.enable_prefix_caching)
+    throw std::invalid_argument("snapshot writer: a KV journal needs enable_prefix_caching");
+  const std::uint64_t journal_events = kv_journaled ? KvRing::events_for(config.num_blocks) : 0;
   const std::string temporary = path_ + ".new-" + std::to_string(::getpid());
-  mapping_ = Mapping::create(temporary, segment_bytes(max_residents, max_steps));
+  mapping_ = Mapping::create(
+      temporary, journal_offset(max_residents, max_steps) + KvRing::bytes_for(journal_events));
   SegmentLayout& layout = layout_of(mapping_);
   std::memcpy(layout.magic, segment_magic, sizeof layout.magic);
   layout.layout = layout_version;
   layout.writer_pid = static_cast<std::int32_t>(::getpid());
   layout.max_residents = max_residents;
   layout.max_steps = max_steps;
+  layout.journal_events = journal_events;
   layout.config = config;
+  if (kv_journaled)
+    journal_ = std::make_unique<KvJournalWriter>(journal_of(mapping_), config.num_blocks);
   if (::rename(temporary.c_str(), path_.c_str()) != 0) {
     const int error = errno;
     ::unlink(temporary.c_str());
@@ -201,6 +178,19 @@ void SnapshotWriter::close() {
   mapping_ = Mapping();
 }
 
+void SnapshotWriter::append(std::span<const KvEvent> events) {
+  if (mapping_.data() == nullptr) throw std::logic_error("snapshot writer: closed");
+  if (layout_of(mapping_).journal_events == 0)
+    throw std::logic_error("snapshot writer: made without a KV journal");
+  if (!journal_) return;
+  try {
+    journal_->append(events);
+  } catch (const std::invalid_argument&) {
+    journal_.reset();
+    throw;
+  }
+}
+
 void SnapshotWriter::publish(SnapshotHeader header, const Resident* residents, std::size_t count) {
   if (mapping_.data() == nullptr) throw std::logic_error("snapshot writer: closed");
   SegmentLayout& layout = layout_of(mapping_);
@@ -211,6 +201,8 @@ void SnapshotWriter::publish(SnapshotHeader header, const Resident* residents, s
   header.omitted += omitted;
   header.waiting -= omitted;
   header.sequence = ++published_;
+  header.kv_journaled = journal_ != nullptr;
+  header.kv_position = journal_ ? journal_->position() : 0;
   {
     std::byte* slot = snapshot_slot(mapping_, header.sequence);
     const SlotWrite write(slot);
@@ -239,10 +231,13 @@ SnapshotReader::SnapshotReader(const std::string& path) : mapping_(Mapping::open
   const SegmentLayout& layout = layout_of(mapping_);
   if (std::memcmp(layout.magic, segment_magic, sizeof segment_magic) != 0) refuse("not one");
   if (layout.layout != layout_version) refuse("another layout version");
-  if (layout.max_residents < 1 || layout.max_steps < 1 ||
-      segment_bytes(layout.max_residents, layout.max_steps) != mapping_.size())
-    refuse("its size contradicts its header");
   layout.config.validate();
+  const std::uint64_t events = layout.journal_events;
+  if (layout.max_residents < 1 || layout.max_steps < 1 ||
+      (events != 0 && events != KvRing::events_for(layout.config.num_blocks)) ||
+      journal_offset(layout.max_residents, layout.max_steps) + KvRing::bytes_for(events) !=
+          mapping_.size())
+    refuse("its size contradicts its header");
 }
 
 std::uint64_t SnapshotReader::sequence() const {
@@ -291,6 +286,53 @@ std::vector<StepRecord> SnapshotReader::read_steps(std::uint64_t after) const {
     if (complete && step.sequence == i) steps.push_back(step);
   }
   return steps;
+}
+
+bool SnapshotReader::kv_journaled() const { return layout_of(mapping_).journal_events > 0; }
+
+std::uint64_t SnapshotReader::kv_position() const {
+  return kv_journaled() ? journal_of(mapping_).position() : 0;
+}
+
+bool SnapshotReader::read_journal(KvMirror& mirror, std::uint64_t up_to) const {
+  static thread_local std::vector<KvEvent> events;
+  static thread_local KvRing::Checkpoint checkpoint;
+  if (mirror.num_blocks() != layout_of(mapping_).config.num_blocks)
+    throw std::invalid_argument("KV journal: a mirror of " + std::to_string(mirror.num_blocks()) +
+                                " blocks, not of the engine's " +
+                                std::to_string(layout_of(mapping_).config.num_blocks));
+  if (!kv_journaled()) return false;
+  const KvRing journal = journal_of(mapping_);
+  for (int attempt = 0; attempt < journal_attempts; ++attempt) {
+    events.clear();
+    if (journal.read(mirror.position(), up_to, events)) {
+      mirror.apply(events);
+      return true;
+    }
+    if (!journal.read_checkpoint(up_to, checkpoint)) continue;
+    if (checkpoint.position == mirror.position()) return false;
+    mirror = KvMirror::rebuild(mirror.num_blocks(), checkpoint.position, checkpoint.events);
+  }
+  return false;
+}
+
+std::optional<KvJournalMessage> SnapshotReader::read_journal_message(std::uint64_t after,
+                                                                     std::uint64_t up_to) const {
+  if (!kv_journaled()) return std::nullopt;
+  const KvRing journal = journal_of(mapping_);
+  KvJournalMessage message{.num_blocks = layout_of(mapping_).config.num_blocks,
+                           .from = after,
+                           .to = up_to,
+                           .events = {}};
+  if (after > 0 && journal.read(after, up_to, message.events)) return message;
+  message.from = 0;
+  KvRing::Checkpoint checkpoint;
+  for (int attempt = 0; attempt < journal_attempts; ++attempt) {
+    if (!journal.read_checkpoint(up_to, checkpoint)) continue;
+    message.events = std::move(checkpoint.events);
+    if (journal.read(checkpoint.position, up_to, message.events)) return message;
+  }
+  return std::nullopt;
 }
 
 }  // namespace sfs

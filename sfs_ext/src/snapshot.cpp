@@ -20,6 +20,25 @@ static_assert(std::is_trivially_copyable_v<MessageHeader>);
   throw std::invalid_argument("snapshot: " + why);
 }
 
+struct JournalMessageHeader {
+  char magic[8] = {'F', 'O', 'R', 'E', 'J', 'R', 'N', 'L'};
+  std::uint32_t layout = layout_version;
+  std::int32_t num_blocks = 0;
+  std::uint64_t from = 0;
+  std::uint64_t to = 0;
+  std::uint64_t events = 0;
+};
+static_assert(std::is_trivially_copyable_v<JournalMessageHeader>);
+
+[[noreturn]] void refuse_journal(const std::string& why) {
+  throw std::invalid_argument("KV journal message: " + why);
+}
+
+bool names_a_block(KvEventKind kind) {
+  return kind == KvEventKind::take || kind == KvEventKind::touch || kind == KvEventKind::hash ||
+         kind == KvEventKind::cached;
+}
+
 void check_resident(const Resident& r, std::size_t index, bool in_running_part,
                     const SchedulerConfig& config) {
   const auto refuse_field = [index](const char* field) {
@@ -60,6 +79,9 @@ void Snapshot::validate() const {
     refuse("free_blocks is not within 0 and num_blocks - 1");
   if (header.in_flight_batches < 0 || header.in_flight_batches > config.pipeline_depth())
     refuse("in_flight_batches exceeds the pipeline's depth");
+  if (header.kv_journaled != 0 && header.kv_journaled != 1) refuse("kv_journaled is not 0 or 1");
+  if (header.kv_journaled == 0 && header.kv_position != 0)
+    refuse("a position in a KV journal that is not kept");
   if (static_cast<std::size_t>(header.running) + static_cast<std::size_t>(header.waiting) !=
       residents.size())
     refuse("running + waiting is not the number of residents");
@@ -109,6 +131,60 @@ Snapshot Snapshot::from_bytes(std::span<const std::byte> data) {
   if (body > 0) std::memcpy(snapshot.residents.data(), data.data() + sizeof message, body);
   snapshot.validate();
   return snapshot;
+}
+
+void KvJournalMessage::validate() const {
+  if (num_blocks < 2) refuse_journal("num_blocks is not at least 2");
+  if (to < from) refuse_journal("it ends before it begins");
+  if (from > 0 && to - from != events.size())
+    refuse_journal(std::to_string(events.size()) + " events from " + std::to_string(from) + " to " +
+                   std::to_string(to));
+  for (std::size_t i = 0; i < events.size(); ++i) {
+    const KvEvent& event = events[i];
+    const auto refuse_event = [i](const char* why) {
+      refuse_journal("event " + std::to_string(i) + ": " + why);
+    };
+    if (static_cast<std::uint32_t>(event.kind) >= kv_event_kinds) refuse_event("unknown kind");
+    if (from > 0 && event.kind == KvEventKind::cached)
+      refuse_event("of a checkpoint, which starts from 0");
+    if (names_a_block(event.kind) ? event.block < 1 || event.block >= num_blocks : event.block != 0)
+      refuse_event("block is out of range");
+  }
+}
+
+std::vector<std::byte> KvJournalMessage::to_bytes() const {
+  JournalMessageHeader head;
+  head.num_blocks = num_blocks;
+  head.from = from;
+  head.to = to;
+  head.events = events.size();
+  const std::size_t body = events.size() * sizeof(KvEvent);
+  std::vector<std::byte> data(sizeof head + body);
+  std::memcpy(data.data(), &head, sizeof head);
+  if (body > 0) std::memcpy(data.data() + sizeof head, events.data(), body);
+  return data;
+}
+
+KvJournalMessage KvJournalMessage::from_bytes(std::span<const std::byte> data) {
+  JournalMessageHeader head;
+  const JournalMessageHeader expected;
+  if (data.size() < sizeof head) refuse_journal("truncated: shorter than its header");
+  std::memcpy(&head, data.data(), sizeof head);
+  if (std::memcmp(head.magic, expected.magic, sizeof head.magic) != 0)
+    refuse_journal("these bytes are not one");
+  if (head.layout != layout_version)
+    refuse_journal("layout version " + std::to_string(head.layout) + ", expected " +
+                   std::to_string(layout_version));
+  const std::size_t body = data.size() - sizeof head;
+  if (body % sizeof(KvEvent) != 0 || body / sizeof(KvEvent) != head.events)
+    refuse_journal("truncated or overlong: " + std::to_string(body) + " bytes of events, for " +
+                   std::to_string(head.events));
+  KvJournalMessage message{
+      .num_blocks = head.num_blocks, .from = head.from, .to = head.to, .events = {}};
+  message.events.resize(head.events);
+  if (body > 0) std::memcpy(message.events.data(), data.data() + sizeof head, body);
+  message.validate();
+  return message;
 }
 
 }  // namespace sfs

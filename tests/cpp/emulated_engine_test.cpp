@@ -160,6 +160,51 @@ void impossible_requests_are_refused() {
   CHECK(throws<std::invalid_argument>([&] { submit(engine, 1, 10, 0); }));
 }
 
+// Each snapshot's part of the journal says of the KV cache what the snapshot says, and in the end
+// what the prompts left in it.
+void the_journal_agrees_with_the_snapshots(bool async_scheduling) {
+  SchedulerConfig small = config(async_scheduling);
+  small.num_blocks = 200;
+  small.max_model_len = 2048;
+  EmulatedEngine engine(small, {2e-4, 1e-6, 0, 0}, path());
+  const SnapshotReader reader(path());
+  KvMirror mirror(small.num_blocks);
+  Snapshot snapshot;
+  int compared = 0, hits = 0;
+  const auto compare = [&] {
+    CHECK(reader.read(snapshot) && snapshot.header.kv_journaled == 1);
+    CHECK(reader.read_journal(mirror, snapshot.header.kv_position));
+    CHECK(mirror.plain_free() + mirror.cached_free() == snapshot.header.free_blocks);
+    CHECK(mirror.tables() == snapshot.residents.size());
+    for (const Resident& resident : snapshot.residents) {
+      const KvMirror::Table* table = mirror.table(resident.id);
+      CHECK(table != nullptr);
+      CHECK(table->blocks.size() == static_cast<std::size_t>(resident.blocks));
+      CHECK(table->keys.size() >= static_cast<std::size_t>(resident.prompt_tokens / 16));
+      hits += table->shared > 0;
+    }
+    ++compared;
+  };
+  std::vector<std::int32_t> prompt(400);
+  constexpr int requests = 60;
+  for (int id = 1; id <= requests; ++id) {
+    std::iota(prompt.begin(), prompt.end(), 0);
+    std::fill(prompt.begin() + 160, prompt.end(), id);  // 10 blocks in common
+    Request request;
+    request.id = static_cast<std::uint64_t>(id);
+    request.output_tokens = request.max_tokens = 20 + id;
+    engine.submit(request, prompt);
+  }
+  for (int finished = 0; finished < requests; compare())
+    for (const EngineEvent& event : await_events(engine)) finished += event.finish != 0;
+  do compare();
+  while (!snapshot.residents.empty());
+  CHECK(mirror.cached_free() > 0 && mirror.tables() == 0);
+  const auto keys = block_keys(prompt, small.block_size);
+  for (const BlockKey key : keys) CHECK(mirror.find(key) != -1);
+  CHECK(keys.size() == 25 && compared > 20 && hits > 20);
+}
+
 }  // namespace
 
 int main() {
@@ -169,4 +214,6 @@ int main() {
   an_abort_frees_the_slot();
   a_long_batch_is_no_silence();
   impossible_requests_are_refused();
+  the_journal_agrees_with_the_snapshots(false);
+  the_journal_agrees_with_the_snapshots(true);
 }

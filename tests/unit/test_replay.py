@@ -71,6 +71,54 @@ def test_a_shared_prefix_is_computed_once() -> None:
     assert [step[0] for step in trace if step[0]] == [[["a", 40]], [["b", 8]]]
 
 
+def with_aborts(aborts: dict[str, float], **config: Any) -> dict[str, Any]:
+    given = workload(**config)
+    for request in given["requests"]:
+        if request["id"] in aborts:
+            request["abort"] = aborts[request["id"]]
+    return replay_workload(given)
+
+
+def test_an_abort_before_a_pass_is_heard_with_its_arrivals() -> None:
+    trace = with_aborts({"b": 1})["trace"]
+    assert [step[0] for step in trace] == [[["a", 32]], [["a", 8]], [["a", 1]], [["a", 1]], []]
+
+
+@pytest.mark.parametrize(
+    ("clock", "abort"), [({}, 1.5), ({"time_model": [0.01, 0.001]}, 0.01 + 0.032 + 0.005)]
+)
+def test_an_abort_in_a_batch_is_heard_before_its_results(clock: Any, abort: float) -> None:
+    # The second batch ends a's prefill and emits its first token; nobody is there to get it.
+    result = with_aborts({"a": abort}, **clock)
+    assert [step[0] for step in result["trace"]] == [
+        [["a", 32]],
+        [["a", 8], ["b", 8]],
+        [["b", 1]],
+        [],
+    ]
+    assert result["token_times"].keys() == {"b"}
+    # The batch was built with its blocks taken, and came back with them free.
+    assert [step[3:5] for step in result["trace"]] == [[97, 97], [95, 98], [98, 99], [99, 99]]
+    assert [step[2] for step in result["trace"]] == [[], [], ["b"], []]
+
+
+def test_async_scheduling_drops_what_two_batches_hold_of_an_aborted_request() -> None:
+    # Pass 0 schedules and waits for nothing; pass 1 schedules, and waits for the batch of pass 0.
+    result = with_aborts({"a": 1.5, "b": 1.5}, async_scheduling=True)
+    assert [step[0] for step in result["trace"]] == [[["a", 32]], [["a", 8], ["b", 8]], []]
+    assert result["token_times"] == {}
+    assert [step[3:5] for step in result["trace"]] == [[97, 99], [95, 99], [99, 99]]
+
+
+def test_a_request_that_goes_as_it_comes_costs_the_engine_one_empty_step() -> None:
+    trace = with_aborts({"a": 0, "b": 0})["trace"]
+    assert trace == [[[], [], [], 99, 99, 0.0]]
+
+
+def test_an_abort_behind_the_end_changes_nothing() -> None:
+    assert with_aborts({"a": 50, "b": 3})["trace"] == replay_workload(workload())["trace"]
+
+
 def test_unknown_settings_and_repeated_ids_are_named() -> None:
     with pytest.raises(ValueError, match="block_sise"):
         replay_workload(workload(block_sise=16))
@@ -88,6 +136,9 @@ def test_unknown_settings_and_repeated_ids_are_named() -> None:
         ("prompt_len", 9000, "max_model_len 8192"),
         ("output_len", 0, "at least 1"),
         ("max_tokens", -1, "at least 1"),
+        ("arrival", float("inf"), "not finite"),
+        ("abort", -1, "before arrival 0"),
+        ("abort", float("nan"), "before arrival 0"),
         ("parent", "b", "not an earlier one"),
         ("parent", "z", "not an earlier one"),
     ],

@@ -63,6 +63,7 @@ class EmulatedEngine {
 
   EngineLoop loop_;
   SnapshotWriter writer_;
+  std::vector<KvEvent> journal_;  // since the last publication
   Snapshot scratch_;
   std::vector<Token> tokens_;
   std::vector<EngineEvent> outgoing_;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -14,6 +15,7 @@
 #include "sfs/batch_time.h"
 #include "sfs/engine_state.h"
 #include "sfs/forecast.h"
+#include "sfs/kv_mirror.h"
 #include "sfs/segment.h"
 #include "sfs/snapshot.h"
 
@@ -26,7 +28,8 @@ struct CandidateQuery {
   double predicted_output_tokens;  // 0: unknown
   std::int32_t max_tokens;
   std::int32_t priority;
-  double arrival_s;  // Unix time at which the engine will get it; may lie ahead
+  double arrival_s;     // Unix time at which the engine will get it; may lie ahead
+  std::int32_t prompt;  // its tokens' place among the prompts
 };
 
 struct CandidateForecast {
@@ -41,7 +44,10 @@ struct CandidateForecast {
   std::int32_t waiting;  // bookings included
   std::int32_t booked;
   std::int64_t queued_prefill_tokens;  // residents and bookings, eq. 6
+  std::int32_t cached_tokens;          // of the prompt, in the instance's prefix cache now
 };
+
+using Prompt = std::span<const std::int32_t>;  // token ids
 
 // Thread-safe. Instances are numbered in the order in which they were added; numbers are not
 // reused. An unknown or removed number throws std::out_of_range.
@@ -58,16 +64,21 @@ class Fleet {
 
   // A snapshot from elsewhere; false if it is not newer than the one held.
   bool update(std::int32_t instance, Snapshot snapshot);
+  // A stretch of its KV journal, before or after the snapshot that it leads up to; false if one
+  // before it is missing: then a message that begins anew is wanted. Instances in shared memory
+  // need none.
+  bool update_journal(std::int32_t instance, KvJournalMessage message);
   void calibrate(std::int32_t instance, const BatchTime& batch_time);
 
   // A dispatched request counts as waiting there until a snapshot names it.
-  void book(std::int32_t instance, const Arrival& arrival);
+  void book(std::int32_t instance, const Arrival& arrival, Prompt prompt = {});
   bool unbook(std::int32_t instance, std::uint64_t request_id);
 
   std::optional<Snapshot> snapshot(std::int32_t instance);
 
+  // Without `prompts`, or where an instance keeps no KV journal, nothing is known to be cached.
   void forecast(double now_s, std::span<const CandidateQuery> queries,
-                std::span<CandidateForecast> into);
+                std::span<const Prompt> prompts, std::span<CandidateForecast> into);
 
  private:
   // A simulation good for any query that comes no earlier than the one it was kept from, as long
@@ -78,6 +89,11 @@ class Fleet {
     Simulation simulation;
   };
 
+  struct Booking {
+    Arrival arrival;  // in Unix time
+    std::vector<BlockKey> keys;
+  };
+
   struct Instance {
     BatchTime batch_time;
     double length_sigma = 0.0;
@@ -85,9 +101,12 @@ class Fleet {
     std::optional<SnapshotReader> reader;
     Snapshot snapshot;
     Snapshot incoming;
-    Simulation simulation;  // at the snapshot's time
+    std::optional<KvMirror> mirror;
+    std::deque<KvJournalMessage> journal;  // ahead of the mirror
+    bool mirrored = false;                 // the mirror is at the snapshot's position
+    Simulation simulation;                 // at the snapshot's time
     std::int64_t queued_prefill_tokens = 0;
-    std::vector<Arrival> bookings;  // by arrival, in Unix time
+    std::vector<Booking> bookings;  // by arrival
 
     std::shared_mutex mutex;  // all above: forecasts only read it
     Kept kept;
@@ -96,13 +115,16 @@ class Fleet {
     bool behind() const { return reader && reader->sequence() > snapshot.header.sequence; }
     void refresh();
     void accept();
+    bool follow_journal();
     void restart();
     bool take_kept(double arrival_s, Simulation& into);
   };
 
   std::shared_ptr<Instance> at(std::int32_t instance) const;
+  class PromptKeys;
   static CandidateForecast forecast_one(Instance& instance, double now_s,
-                                        const CandidateQuery& query);
+                                        const CandidateQuery& query, Prompt prompt,
+                                        PromptKeys& prompt_keys);
 
   Stepping stepping_;
   mutable std::shared_mutex mutex_;

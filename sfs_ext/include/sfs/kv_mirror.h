@@ -10,6 +10,7 @@
 
 #include "sfs/kv_blocks.h"
 #include "sfs/kv_journal.h"
+#include "sfs/snapshot.h"
 
 namespace sfs {
 
@@ -32,6 +33,11 @@ class KvMirror {
   // The state that `checkpoint`, made by compact(), stands for. Throws as apply() does.
   static KvMirror rebuild(std::int32_t num_blocks, std::uint64_t position,
                           std::span<const KvEvent> checkpoint);
+
+  // Applies what of the message lies ahead; nothing where none does. False on a gap: the message
+  // begins further ahead, and one from 0 is needed. Throws as apply() does, and for a message of
+  // another engine; a rebuild that throws changes nothing.
+  bool advance(const KvJournalMessage& message);
 
   // Events of the engine's journal that this state stands for.
   std::uint64_t position() const noexcept { return position_; }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -15,6 +16,7 @@ namespace sfs {
 struct ReplayRequest {
   Request request;  // id = its index in the workload
   std::vector<BlockKey> keys;
+  double abort_s = std::numeric_limits<double>::infinity();  // when its client goes away
 };
 
 struct ReplayStep {
@@ -32,7 +34,8 @@ struct ReplayResult {
 };
 
 struct ReplayOptions {
-  // Without a batch time the clock counts passes of the engine loop, and arrivals are such counts.
+  // Without a batch time the clock counts passes of the engine loop: pass k takes what has come by
+  // k, and the results it waits for come back at k + 1/2.
   std::optional<BatchTime> batch_time;
   double idle_sleep_s = 0.0;  // rule 24
   std::int64_t max_steps = 200000;

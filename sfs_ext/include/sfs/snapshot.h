@@ -11,12 +11,13 @@
 #include <vector>
 
 #include "sfs/batch_time.h"
+#include "sfs/kv_journal.h"
 #include "sfs/request.h"
 #include "sfs/scheduler_config.h"
 
 namespace sfs {
 
-inline constexpr std::uint32_t layout_version = 1;
+inline constexpr std::uint32_t layout_version = 2;
 inline constexpr std::size_t max_in_flight = 2;
 
 // An engine whose state no step has changed says so again this often: silence means trouble.
@@ -59,7 +60,8 @@ struct SnapshotHeader {
   std::int32_t waiting;  // preempted ones included
   std::int32_t omitted;  // waiting requests beyond the segment's room
   std::int32_t in_flight_batches;
-  std::int32_t padding;
+  std::int32_t kv_journaled;               // 1: a KV journal is kept
+  std::uint64_t kv_position;               // events of it that belong to this state
   BatchInFlight in_flight[max_in_flight];  // oldest first
 };
 static_assert(std::is_trivially_copyable_v<SnapshotHeader>);
@@ -96,6 +98,24 @@ struct Snapshot {
 
   // Throws std::invalid_argument on anything truncated, corrupt or of another layout version.
   static Snapshot from_bytes(std::span<const std::byte> data);
+};
+
+// A stretch of an engine's KV journal: the events after `from` up to `to`. From 0 they are any that
+// rebuild the state at `to` from nothing (KvMirror::compact).
+struct KvJournalMessage {
+  std::int32_t num_blocks = 0;
+  std::uint64_t from = 0;
+  std::uint64_t to = 0;
+  std::vector<KvEvent> events;
+
+  // Throws std::invalid_argument naming what is wrong. Whether the events agree with each other
+  // and with a mirror, KvMirror::advance finds out.
+  void validate() const;
+
+  std::vector<std::byte> to_bytes() const;
+
+  // Throws std::invalid_argument on anything truncated, corrupt or of another layout version.
+  static KvJournalMessage from_bytes(std::span<const std::byte> data);
 };
 
 }  // namespace sfs

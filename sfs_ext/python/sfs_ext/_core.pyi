@@ -1,6 +1,7 @@
 """The C++ core. Arrays are structured: see the dtypes below, defined once in C++."""
 
 import enum
+from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
@@ -15,6 +16,7 @@ step_dtype: np.dtype[np.void]
 query_dtype: np.dtype[np.void]
 forecast_dtype: np.dtype[np.void]
 event_dtype: np.dtype[np.void]
+kv_event_dtype: np.dtype[np.void]
 
 class ForecastStatus(enum.IntEnum):
     OK = 0
@@ -96,6 +98,81 @@ class BatchTime:
     def __getstate__(self) -> tuple[float, float, float, float]: ...
     def __setstate__(self, state: tuple[float, float, float, float], /) -> None: ...
 
+class KvEventKind(enum.IntEnum):
+    """What happened to a KV block, or who asks for which; value is an owner or a key.
+
+    An owner is a request's id, its table the list of its blocks. Blocks are numbered from 1, for 0
+    is the null block. WANT and FORGET (owner): a request has come, has ended. KEY (key): the next
+    full block of the owner wanted last. TAKE, TOUCH (owner, block): a free block for new content,
+    a hit; the next of the owner's table. HASH (key, block): the first without content known of its
+    table. RELEASE (owner): its table, tail first. CACHED: in checkpoints alone."""
+
+    WANT = 0
+    KEY = 1
+    TAKE = 2
+    TOUCH = 3
+    HASH = 4
+    RELEASE = 5
+    FORGET = 6
+    CACHED = 7
+
+@final
+class KvJournalMessage:
+    """A stretch of an engine's KV journal.
+
+    The events after from_position up to to_position, or from 0 those that rebuild the state
+    there."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def from_position(self) -> int: ...
+    @property
+    def to_position(self) -> int: ...
+    @property
+    def events(self) -> NDArray[np.void]:
+        """kv_event_dtype."""
+
+    def to_bytes(self) -> bytes: ...
+    @staticmethod
+    def from_bytes(data: bytes) -> KvJournalMessage:
+        """ValueError on anything truncated, corrupt or of another layout version."""
+
+@final
+class KvMirror:
+    """An engine's KV cache, rebuilt from its journal."""
+
+    def __init__(self, num_blocks: int) -> None:
+        """num_blocks: the null block included; ValueError below 2."""
+
+    def apply(self, events: NDArray[np.void]) -> None:
+        """kv_event_dtype; ValueError for the first that contradicts the state."""
+
+    def advance(self, message: bytes) -> bool:
+        """A KvJournalMessage's bytes; False if it begins ahead of position.
+
+        ValueError for bytes that are none, for another engine's, and as apply."""
+
+    def compact(self) -> NDArray[np.void]:
+        """kv_event_dtype events that rebuild this state from nothing."""
+
+    def cached_tokens(self, keys: NDArray[np.uint64], block_size: int) -> int:
+        """Of the prefix with these keys."""
+
+    @property
+    def position(self) -> int:
+        """Events it stands for."""
+
+    @property
+    def requests(self) -> int:
+        """Live ones."""
+
+    @property
+    def free_blocks(self) -> int: ...
+    @property
+    def cached_free_blocks(self) -> int:
+        """Free ones that hold known content."""
+
 @final
 class Snapshot:
     """One consistent state of an engine."""
@@ -125,7 +202,16 @@ class SnapshotWriter:
         config: SchedulerConfig,
         max_residents: int = 4096,
         max_steps: int = 8192,
-    ) -> None: ...
+        kv_journaled: bool = False,
+    ) -> None:
+        """kv_journaled: with a KV journal, which needs prefix caching."""
+
+    def append(self, events: NDArray[np.void]) -> None:
+        """kv_event_dtype: what happened to the KV blocks, before the publish that shows it.
+
+        ValueError for events that contradict each other: the journal ends there, later calls do
+        nothing and snapshots say so. RuntimeError without a journal."""
+
     def publish(
         self,
         published_s: float,
@@ -154,6 +240,20 @@ class SnapshotReader:
     def config(self) -> SchedulerConfig: ...
     @property
     def writer_pid(self) -> int: ...
+    @property
+    def kv_journaled(self) -> bool: ...
+    @property
+    def kv_position(self) -> int:
+        """Events in the KV journal; 0 without one."""
+
+    def read_journal(self, mirror: KvMirror, up_to: int) -> bool:
+        """Brings the mirror to a snapshot's kv_position; False where that cannot be had."""
+
+    def read_journal_message(self, after: int, up_to: int | None = None) -> KvJournalMessage | None:
+        """Events after `after`, or from 0 where that is too long ago; None if neither is there.
+
+        up_to: all there are by default; a snapshot's kv_position keeps them in step with it."""
+
     def read(self) -> Snapshot | None:
         """The newest complete snapshot; None before the first."""
 
@@ -164,9 +264,10 @@ class SnapshotReader:
 class Fleet:
     """The router's picture of every instance. Thread-safe.
 
-    IndexError for an unknown or removed instance."""
+    IndexError for an unknown or removed instance. plain_stepping: one request at a time in every
+    batch, to compare with."""
 
-    def __init__(self) -> None: ...
+    def __init__(self, *, plain_stepping: bool = False) -> None: ...
     def add(self, config: SchedulerConfig, batch_time: BatchTime, length_sigma: float = 0.0) -> int:
         """Returns the instance's number."""
 
@@ -174,6 +275,9 @@ class Fleet:
     def attach(self, instance: int, path: str) -> None: ...
     def update(self, instance: int, snapshot: bytes) -> bool:
         """False if it is not newer than the one held; ValueError if it is not a snapshot."""
+
+    def update_journal(self, instance: int, message: bytes) -> bool:
+        """False if a message before it is missing; ValueError if it is not a journal message."""
 
     def calibrate(self, instance: int, batch_time: BatchTime) -> None: ...
     def book(
@@ -185,11 +289,20 @@ class Fleet:
         predicted_output_tokens: float,
         max_tokens: int,
         priority: int = 0,
-    ) -> None: ...
+        prompt: NDArray[np.int32] | None = None,
+    ) -> None:
+        """prompt: its token ids."""
+
     def unbook(self, instance: int, request_id: int) -> bool: ...
     def snapshot(self, instance: int) -> Snapshot | None: ...
-    def forecast(self, now_s: float, queries: NDArray[np.void]) -> NDArray[np.void]:
-        """query_dtype[n] to forecast_dtype[n]; IndexError for an unknown instance."""
+    def forecast(
+        self,
+        now_s: float,
+        queries: NDArray[np.void],
+        prompts: Sequence[NDArray[np.int32]] = ...,
+    ) -> NDArray[np.void]:
+        """query_dtype[n] to forecast_dtype[n]; prompts: token ids that ``prompt`` of a query points
+        to. IndexError for an unknown instance."""
 
 @final
 class EmulatedEngine:

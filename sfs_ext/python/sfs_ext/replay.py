@@ -6,10 +6,15 @@ null: the clock counts passes of the engine loop) and ``idle_sleep`` (seconds). 
 ``{"id", "arrival", "prompt_len", "output_len", "max_tokens", "priority"}``; an ``output_len`` below
 ``max_tokens`` ends by EOS. ``prefix_group`` and ``prefix_len`` share the first tokens within a
 group, ``parent`` and ``parent_len`` with an earlier request's prompt and output.
+
+``abort`` is when the request's client goes away. The engine hears of it where a pass begins, after
+the arrivals, or where the batch that the pass waits for is done, before its results are taken. On a
+clock of passes, pass k begins at k and takes results at k + 0.5.
 """
 
 from __future__ import annotations
 
+import math
 from hashlib import blake2b
 from typing import Any
 
@@ -45,6 +50,7 @@ def replay_workload(workload: dict[str, Any], max_steps: int = 200_000) -> dict[
     if len(set(ids)) != len(ids):
         raise ValueError("workload: request ids must be unique")
     _check_parents(requests, ids)
+    _check_times(requests, ids)
     time_model = settings.get("time_model")
     steps, token_times = replay(
         config,
@@ -77,6 +83,20 @@ def _check_parents(requests: list[dict[str, Any]], ids: list[str]) -> None:
         earlier.add(request_id)
 
 
+def _check_times(requests: list[dict[str, Any]], ids: list[str]) -> None:
+    for request_id, request in zip(ids, requests, strict=True):
+        arrival, abort = float(request["arrival"]), _abort(request)
+        if not math.isfinite(arrival):
+            raise ValueError(f"request {request_id}: its arrival {arrival} is not finite")
+        if not abort >= arrival:
+            raise ValueError(f"request {request_id}: abort {abort} comes before arrival {arrival}")
+
+
+def _abort(request: dict[str, Any]) -> float:
+    abort = request.get("abort")
+    return math.inf if abort is None else float(abort)
+
+
 def _core_requests(
     requests: list[dict[str, Any]], ids: list[str], config: SchedulerConfig
 ) -> list[dict[str, Any]]:
@@ -90,6 +110,7 @@ def _core_requests(
             "output_tokens": request["output_len"],
             "max_tokens": request.get("max_tokens", request["output_len"]),
             "priority": request.get("priority", 0),
+            "abort_s": _abort(request),
             "block_keys": _block_keys(request_id, by_id, config)
             if config.enable_prefix_caching
             else [],
