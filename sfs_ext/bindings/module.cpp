@@ -12,6 +12,7 @@
 #include <string_view>
 #include <system_error>
 
+#include "sfs/block_keys.h"
 #include "sfs/emulated_engine.h"
 #include "sfs/engine_state.h"
 #include "sfs/fleet.h"
@@ -548,13 +549,14 @@ void bind_replay(py::module_& m) {
 
   m.def(
       "block_keys",
-      [](const Array<std::int32_t>& token_ids, std::int32_t block_size) {
+      [](const Array<std::int32_t>& token_ids, std::int32_t block_size, BlockKey after) {
         if (block_size < 1) throw std::invalid_argument("block_size must be >= 1");
-        const auto keys = block_keys(span_of(token_ids), block_size);
+        const auto keys = block_keys(span_of(token_ids), block_size, after);
         return array_of(std::span<const BlockKey>(keys));
       },
-      py::arg("token_ids"), py::arg("block_size"),
-      "uint64 keys of the full blocks, each for its content and all before it.");
+      py::arg("token_ids"), py::arg("block_size"), py::arg("after") = no_block,
+      "uint64 keys of the full blocks, each for its content and all before it. after: the key of "
+      "the block before them.");
   m.def("expected_output_tokens", &expected_output_tokens, py::arg("predicted"), py::arg("sigma"),
         py::arg("outputs"),
         "Total length expected of an answer that has `outputs` tokens already.");

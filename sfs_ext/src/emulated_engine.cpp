@@ -10,6 +10,7 @@
 #include <system_error>
 #include <utility>
 
+#include "sfs/block_keys.h"
 #include "sfs/engine_state.h"
 
 namespace sfs {
@@ -29,19 +30,6 @@ Clock::time_point time_point(double at_s) {
 }
 
 }  // namespace
-
-std::vector<BlockKey> block_keys(std::span<const std::int32_t> token_ids, std::int32_t block_size) {
-  std::vector<BlockKey> keys;
-  const auto size = static_cast<std::size_t>(block_size);
-  keys.reserve(token_ids.size() / size);
-  std::uint64_t hash = 0xcbf29ce484222325ULL;
-  for (std::size_t i = 0; i < token_ids.size(); ++i) {
-    hash = (hash ^ static_cast<std::uint32_t>(token_ids[i])) * 0x9e3779b97f4a7c15ULL;
-    hash ^= hash >> 29;
-    if ((i + 1) % size == 0) keys.push_back(hash);
-  }
-  return keys;
-}
 
 EmulatedEngine::EmulatedEngine(const SchedulerConfig& config, const BatchTime& batch_time,
                                const std::string& snapshot_path)

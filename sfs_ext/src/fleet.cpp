@@ -7,7 +7,7 @@
 #include <unordered_set>
 #include <utility>
 
-#include "sfs/emulated_engine.h"
+#include "sfs/block_keys.h"
 
 namespace sfs {
 namespace {

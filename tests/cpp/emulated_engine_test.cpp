@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "check.h"
+#include "sfs/block_keys.h"
 
 using namespace sfs;
 

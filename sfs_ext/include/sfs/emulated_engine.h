@@ -25,9 +25,6 @@ struct EngineEvent {
   double at_s;          // Unix time
 };
 
-// Keys of a prompt's full blocks, each standing for its content and all before it.
-std::vector<BlockKey> block_keys(std::span<const std::int32_t> token_ids, std::int32_t block_size);
-
 class EmulatedEngine {
  public:
   EmulatedEngine(const SchedulerConfig& config, const BatchTime& batch_time,

@@ -344,8 +344,11 @@ def replay(
 ) -> tuple[list[dict[str, Any]], list[list[float]]]:
     """Steps and, by request, token times; RuntimeError if max_steps do not finish it."""
 
-def block_keys(token_ids: NDArray[np.int32], block_size: int) -> NDArray[np.uint64]:
-    """Keys of the full blocks, each for its content and all before it."""
+def block_keys(
+    token_ids: NDArray[np.int32], block_size: int, after: int = 0xCBF29CE484222325
+) -> NDArray[np.uint64]:
+    """Keys of the full blocks, each for its content and all before it. after: the key of the block
+    before them."""
 
 def expected_output_tokens(predicted: float, sigma: float, outputs: int) -> int:
     """Total length expected of an answer that has `outputs` tokens already."""
