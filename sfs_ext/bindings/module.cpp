@@ -21,6 +21,7 @@
 #include "sfs/scheduler.h"
 #include "sfs/segment.h"
 #include "sfs/snapshot.h"
+#include "state_writer.h"
 
 namespace py = pybind11;
 using namespace sfs;
@@ -557,9 +558,9 @@ void bind_replay(py::module_& m) {
       py::arg("token_ids"), py::arg("block_size"), py::arg("after") = no_block,
       "uint64 keys of the full blocks, each for its content and all before it. after: the key of "
       "the block before them.");
-  m.def("expected_output_tokens", &expected_output_tokens, py::arg("predicted"), py::arg("sigma"),
-        py::arg("outputs"),
-        "Total length expected of an answer that has `outputs` tokens already.");
+  m.def("likely_output_tokens", &likely_output_tokens, py::arg("predicted"), py::arg("sigma"),
+        py::arg("outputs"), py::arg("chance"),
+        "Total length that an answer with `outputs` tokens already exceeds with this chance.");
 }
 
 }  // namespace
@@ -583,6 +584,7 @@ PYBIND11_MODULE(_core, m) {
   bind_config(m);
   bind_kv_journal(m);
   bind_snapshots(m);
+  bind_state_writer(m);
   bind_fleet(m);
   bind_engine(m);
   bind_replay(m);

@@ -9,6 +9,30 @@ namespace {
 
 constexpr double not_started = std::numeric_limits<double>::quiet_NaN();
 
+double upper_tail(double z) { return 0.5 * std::erfc(z / std::sqrt(2.0)); }
+
+// The z that a standard normal exceeds with probability `q`: Wichura's AS 241, to seven digits.
+double upper_quantile(double q) {
+  const double p = 0.5 - q;  // of the lower tail, from the middle
+  if (std::abs(p) <= 0.425) {
+    const double r = 0.180625 - p * p;
+    return p * (((59.109374720 * r + 159.29113202) * r + 50.434271938) * r + 3.3871327179) /
+           (((67.187563600 * r + 78.757757664) * r + 17.895169469) * r + 1.0);
+  }
+  double r = std::sqrt(-std::log(std::min(q, 1.0 - q)));
+  double z = 0.0;
+  if (r <= 5.0) {
+    r -= 1.6;
+    z = (((0.17023821103 * r + 1.3067284816) * r + 2.7568153900) * r + 1.4234372777) /
+        ((0.12021132975 * r + 0.73700164250) * r + 1.0);
+  } else {
+    r -= 5.0;
+    z = (((0.017337203997 * r + 0.42868294337) * r + 3.0812263860) * r + 6.6579051150) /
+        ((0.012258202635 * r + 0.24197894225) * r + 1.0);
+  }
+  return p < 0.0 ? -z : z;
+}
+
 // In how many of the batches in flight, from the newest back, the resident decodes.
 std::int32_t newest_decodes(const Resident& resident, std::size_t depth) {
   std::int32_t decodes = 0;
@@ -74,18 +98,25 @@ void capture(const EngineLoop& loop, double published_s, Snapshot& into) {
   }
 }
 
-std::int32_t expected_output_tokens(double predicted, double sigma, std::int32_t outputs) {
-  double expected = predicted;
-  if (sigma > 0.0 && outputs > 0) {
+std::int32_t likely_output_tokens(double predicted, double sigma, std::int32_t outputs,
+                                  double chance) {
+  double length = predicted;
+  if (sigma > 0.0) {
     const double log_mean = std::log(predicted) - sigma * sigma / 2.0;
-    const double z = (std::log(static_cast<double>(outputs)) - log_mean) / sigma;
-    const auto upper_tail = [](double x) { return 0.5 * std::erfc(x / std::sqrt(2.0)); };
-    // Far out in the tail both probabilities vanish; their ratio tends to 1 + sigma/z there.
-    expected =
-        z < 8.0 ? predicted * upper_tail(z - sigma) / upper_tail(z) : outputs * (1.0 + sigma / z);
+    const double longer =
+        outputs > 0 ? upper_tail((std::log(static_cast<double>(outputs)) - log_mean) / sigma) : 1.0;
+    length = std::exp(log_mean + sigma * upper_quantile(std::max(longer * chance, 1e-300)));
   }
   const double limit = std::numeric_limits<std::int32_t>::max() / 2;
-  return std::max(static_cast<std::int32_t>(std::min(std::ceil(expected), limit)), outputs + 1);
+  return std::max(static_cast<std::int32_t>(std::min(std::ceil(length), limit)), outputs + 1);
+}
+
+double chance_of(std::uint64_t request_id) {
+  std::uint64_t x = request_id + 0x9e3779b97f4a7c15ULL;  // splitmix64
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebULL;
+  x ^= x >> 31;
+  return (static_cast<double>(x >> 11) + 0.5) * 0x1.0p-53;
 }
 
 void restore(const Snapshot& snapshot, const BatchTime& batch_time, double length_sigma,
@@ -118,10 +149,11 @@ void restore(const Snapshot& snapshot, const BatchTime& batch_time, double lengt
     request.prompt_tokens = resident.prompt_tokens;
     request.max_tokens = resident.max_tokens;
     request.predicted_output_tokens = resident.predicted_output_tokens;
-    request.output_tokens = resident.predicted_output_tokens > 0.0F
-                                ? expected_output_tokens(resident.predicted_output_tokens,
-                                                         length_sigma, resident.output_tokens)
-                                : resident.max_tokens;
+    request.output_tokens =
+        resident.predicted_output_tokens > 0.0F
+            ? likely_output_tokens(resident.predicted_output_tokens, length_sigma,
+                                   resident.output_tokens, chance_of(resident.id))
+            : resident.max_tokens;
     request.priority = resident.priority;
     request.outputs = resident.output_tokens;
     request.computed = resident.computed_tokens;

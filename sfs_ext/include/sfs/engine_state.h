@@ -12,10 +12,16 @@ namespace sfs {
 // The state right after a pass of the loop scheduled; `published_s` is on the loop's clock.
 void capture(const EngineLoop& loop, double published_s, Snapshot& into);
 
-// Total length expected of an answer that has `outputs` tokens already: the conditional mean of a
-// lognormal whose mean is `predicted` and whose log has standard deviation `sigma`. Always more
-// than `outputs`; sigma 0 takes the prediction at its word until it is outlived.
-std::int32_t expected_output_tokens(double predicted, double sigma, std::int32_t outputs);
+// Total length of an answer that has `outputs` tokens already: what it exceeds with probability
+// `chance`, within (0, 1), given that it is longer than these, where lengths are lognormal with
+// mean `predicted` and a log of standard deviation `sigma`. Always more than `outputs`; sigma 0
+// takes the prediction at its word until it is outlived.
+std::int32_t likely_output_tokens(double predicted, double sigma, std::int32_t outputs,
+                                  double chance);
+
+// A request's own chance, from its id. Were all residents given their mean length, none of them
+// would end soon, and a query that waits for the first of hundreds to end would wait for ever.
+double chance_of(std::uint64_t request_id);
 
 // One request at a time in each batch, or those that only decode together: the same outcome.
 enum class Stepping : std::uint8_t { plain, grouped };

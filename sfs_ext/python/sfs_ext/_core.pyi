@@ -350,5 +350,5 @@ def block_keys(
     """Keys of the full blocks, each for its content and all before it. after: the key of the block
     before them."""
 
-def expected_output_tokens(predicted: float, sigma: float, outputs: int) -> int:
-    """Total length expected of an answer that has `outputs` tokens already."""
+def likely_output_tokens(predicted: float, sigma: float, outputs: int, chance: float) -> int:
+    """Total length that an answer with `outputs` tokens already exceeds with this chance."""

@@ -1,0 +1,100 @@
+// Reads the requests of a scheduler written in Python: attributes, by names that the caller gives.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <array>
+#include <cstdint>
+#include <span>
+
+#include "sfs/snapshot.h"
+
+namespace sfs {
+
+// A request's part of one batch.
+struct BatchShare {
+  std::uint64_t batch = 0;  // its number; 0: none
+  std::int32_t tokens = 0;
+  bool emits = false;
+};
+
+// What is kept of a request. An attribute of the request owns it, so neither outlives the other and
+// a request id that is used again starts anew. What each step needs fills one cache line.
+struct alignas(64) RequestRecord {
+  pybind11::object request_id;
+  pybind11::object output_token_ids;  // a list, which grows in place
+  std::array<BatchShare, max_in_flight> shares;
+  bool resumable = false;  // its constants can change after all
+  Resident constants{};    // what never changes; zero elsewhere
+
+  void join(const BatchShare& share) { shares[share.batch % max_in_flight] = share; }
+  BatchShare share_of(std::uint64_t batch) const {
+    const BatchShare& share = shares[batch % max_in_flight];
+    return share.batch == batch ? share : BatchShare{};
+  }
+};
+
+// An object. Attributes of its own are found without a detour by its class.
+class Instance {
+ public:
+  explicit Instance(pybind11::handle object);
+
+  pybind11::handle object() const { return object_; }
+  pybind11::object own(pybind11::handle name) const;   // null if missing
+  pybind11::object find(pybind11::handle name) const;  // null, and an exception set, if missing
+
+ private:
+  pybind11::handle object_;
+  pybind11::object dict_;
+};
+
+class Attribute {
+ public:
+  // `names` maps `field` to the attribute's name. Throws KeyError.
+  Attribute(const char* field, const pybind11::dict& names);
+
+  // All throw a Python exception that says what is missing or of the wrong kind.
+  pybind11::object of(const Instance& request) const;
+  pybind11::object of(const Instance& request, PyTypeObject& kind) const;
+  std::int32_t integer(const Instance& request) const;
+  double real(const Instance& request) const;
+  bool truth(const Instance& request) const;
+
+  pybind11::handle name() const { return name_; }
+
+ private:
+  [[noreturn]] void refuse() const;  // with a Python exception set
+
+  const char* field_;
+  pybind11::str name_;
+};
+
+class RequestReader {
+ public:
+  // `blocks`: list of KV blocks by request id. `preempted`: the status of a preempted request.
+  // `identity`: maps a request to its key and predicted output tokens.
+  RequestReader(const pybind11::dict& attributes, pybind11::dict blocks, pybind11::object preempted,
+                pybind11::function identity);
+
+  RequestRecord& record(const Instance& request) const;  // made at the first sight of it
+
+  // Fills in what changes. `row` has the constants; `batches`: numbers of those in flight, oldest
+  // first.
+  void read(const Instance& request, const RequestRecord& record,
+            std::span<const std::uint64_t> batches, Resident& row) const;
+
+  Status status_in_queue(const Instance& request) const;
+  bool prefills(const Instance& request) const { return prefills_.truth(request); }
+
+ private:
+  void read_constants(const Instance& request, RequestRecord& record) const;
+  std::int32_t blocks(const RequestRecord& record) const;
+
+  Attribute record_, request_id_, arrival_s_, prompt_tokens_, output_token_ids_, max_tokens_,
+      priority_, resumable_, computed_tokens_, placeholders_, stale_tokens_, status_, prefills_;
+  pybind11::dict blocks_;
+  pybind11::object preempted_;
+  pybind11::function identity_;
+};
+
+}  // namespace sfs
