@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <stdexcept>
+#include <unordered_set>
 
 namespace sfs {
 namespace {
@@ -41,6 +43,25 @@ std::int32_t newest_decodes(const Resident& resident, std::size_t depth) {
         resident.computed_tokens - decodes - 1 < resident.prompt_tokens)
       break;
   return decodes;
+}
+
+// Whether just these requests hold blocks, as many as the mirror shows, and as many are free.
+bool shows_blocks_of(const Snapshot& snapshot, const KvMirror& mirror) {
+  if (mirror.num_blocks() != snapshot.config.num_blocks ||
+      mirror.plain_free() + mirror.cached_free() != snapshot.header.free_blocks)
+    return false;
+  std::unordered_set<std::uint64_t> named;
+  std::size_t holders = 0;
+  for (const Resident& resident : snapshot.residents) {
+    const KvMirror::Table* table = mirror.table(resident.id);
+    const std::size_t shown = table == nullptr ? 0 : table->blocks.size();
+    const bool runs = resident.status == static_cast<std::uint8_t>(Status::running);
+    if (shown != static_cast<std::size_t>(resident.blocks) || (shown > 0 && !runs) ||
+        !named.insert(resident.id).second)
+      return false;
+    holders += shown > 0;
+  }
+  return holders == mirror.holders();
 }
 
 }  // namespace
@@ -121,6 +142,9 @@ double chance_of(std::uint64_t request_id) {
 
 void restore(const Snapshot& snapshot, const BatchTime& batch_time, double length_sigma,
              EngineLoop& into, Stepping stepping, const KvMirror* mirror) {
+  if (mirror != nullptr && !shows_blocks_of(snapshot, *mirror))
+    throw std::invalid_argument(
+        "snapshot: the KV mirror shows other blocks than its requests hold");
   SchedulerConfig config = snapshot.config;
   config.enable_prefix_caching = false;
   into = EngineLoop(config, batch_time);

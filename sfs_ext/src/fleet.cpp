@@ -104,6 +104,7 @@ bool Fleet::update_journal(std::int32_t number, KvJournalMessage message) {
   if (message.from > known || journal.size() == max_journal_messages) {
     journal.clear();
     instance->mirror.reset();
+    if (instance->mirrored) instance->restart();  // its simulation looks at the mirror
     return false;
   }
   if (message.from == 0) journal.clear();
@@ -122,6 +123,8 @@ void Fleet::calibrate(std::int32_t number, const BatchTime& batch_time) {
 
 void Fleet::book(std::int32_t number, const Arrival& arrival, Prompt prompt) {
   const auto instance = at(number);
+  if (!is_time(arrival.arrival_s))
+    throw std::invalid_argument("fleet: a booking's arrival_s is no time");
   const std::unique_lock lock(instance->mutex);
   if (!instance->snapshot.config.can_admit(arrival.prompt_tokens) || arrival.max_tokens < 1)
     throw std::invalid_argument("fleet: a query with " + std::to_string(arrival.prompt_tokens) +
@@ -186,8 +189,9 @@ void Fleet::Instance::accept() {
 bool Fleet::Instance::follow_journal() {
   const SnapshotHeader& header = snapshot.header;
   if (!header.kv_journaled) return false;
-  if (!mirror) mirror.emplace(snapshot.config.num_blocks);
+  if (!reader && !mirror && journal.empty()) return false;
   try {
+    if (!mirror) mirror.emplace(snapshot.config.num_blocks);
     if (reader && !reader->read_journal(*mirror, header.kv_position)) return false;
     for (; !journal.empty() && journal.front().to <= header.kv_position; journal.pop_front())
       if (!mirror->advance(journal.front())) return false;
@@ -196,14 +200,18 @@ bool Fleet::Instance::follow_journal() {
     journal.clear();
     return false;
   }
-  return mirror->position() == header.kv_position &&
-         mirror->plain_free() + mirror->cached_free() == header.free_blocks;
+  return mirror->position() == header.kv_position;
 }
 
 void Fleet::Instance::restart() {
   mirrored = follow_journal();
-  restore(snapshot, batch_time, length_sigma, simulation.loop, stepping,
-          mirrored ? &*mirror : nullptr);
+  try {
+    restore(snapshot, batch_time, length_sigma, simulation.loop, stepping,
+            mirrored ? &*mirror : nullptr);
+  } catch (const std::invalid_argument&) {
+    mirrored = false;
+    restore(snapshot, batch_time, length_sigma, simulation.loop, stepping);
+  }
   simulation.begin();
   kept.valid = false;
 }
@@ -239,6 +247,7 @@ class Fleet::PromptKeys {
 
 void Fleet::forecast(double now_s, std::span<const CandidateQuery> queries,
                      std::span<const Prompt> prompts, std::span<CandidateForecast> into) {
+  if (!is_time(now_s)) throw std::invalid_argument("fleet: now_s is no time");
   PromptKeys keys;
   for (std::size_t i = 0; i < queries.size(); ++i) {
     const auto prompt = static_cast<std::size_t>(queries[i].prompt);
@@ -283,7 +292,7 @@ CandidateForecast Fleet::forecast_one(Instance& instance, double now_s, const Ca
   }
   forecast.age_s = now_s - header.published_s;
   std::span<const BlockKey> keys;
-  if (instance.mirrored) {
+  if (instance.mirrored && instance.snapshot.config.can_admit(query.prompt_tokens)) {
     keys = prompt_keys.of(prompt, instance.snapshot.config.block_size);
     forecast.cached_tokens = cached_tokens(*instance.mirror, keys, query.prompt_tokens,
                                            instance.snapshot.config.block_size);

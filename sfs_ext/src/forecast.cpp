@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <stdexcept>
 
 namespace sfs {
 namespace {
@@ -98,8 +99,14 @@ FirstToken forecast_first_token(Simulation& simulation, std::span<const Arrival>
   auto& [loop, pass, now_s, arrived, batches, looked_at] = simulation;
   if (!loop.scheduler.config().can_admit(arrival.prompt_tokens))
     return {.status = ForecastStatus::never, .waiting_s = never_s};
+  if (!is_time(arrival.arrival_s))
+    throw std::invalid_argument("forecast: the query's arrival_s is no time");
   static thread_local std::vector<Token> tokens;
   Query query(arrival, keep);
+  const auto counted = [&batches = batches] {
+    constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
+    return static_cast<std::int32_t>(std::min(batches, most));
+  };
 
   while (looked_at < max_requests) {
     if (pass.waits) {
@@ -109,7 +116,7 @@ FirstToken forecast_first_token(Simulation& simulation, std::span<const Arrival>
       if (query.first_token_in(tokens))
         return {.waiting_s = query.waiting_s(),
                 .prefill_s = query.prefill_s(now_s),
-                .batches = batches};
+                .batches = counted()};
     }
     if (!pass.executed && loop.scheduler.has_requests()) now_s += idle_sleep_s;
 
@@ -117,14 +124,14 @@ FirstToken forecast_first_token(Simulation& simulation, std::span<const Arrival>
       return arrived < ahead.size() ? ahead[arrived].arrival_s : never_s;
     };
     if (!loop.busy()) now_s = std::max(now_s, std::min(next_ahead_s(), arrival.arrival_s));
-    for (; next_ahead_s() <= now_s; ++arrived)
+    for (; arrived < ahead.size() && ahead[arrived].arrival_s <= now_s; ++arrived)
       loop.scheduler.add(request_of(ahead[arrived]), ahead[arrived].keys);
     if (!query.arrived() && arrival.arrival_s <= now_s)
       query.arrive(simulation, arrived == ahead.size());
 
     const double next_arrival_s = std::min(next_ahead_s(), query.next_arrival_s());
     if (const auto run = loop.advance_decode_run(now_s, next_arrival_s); run > 0) {
-      batches += static_cast<std::int32_t>(run);
+      batches += run;
       looked_at += pass_cost;
       pass = {.scheduled = true, .executed = true, .waits = false};
       continue;
@@ -134,7 +141,7 @@ FirstToken forecast_first_token(Simulation& simulation, std::span<const Arrival>
     looked_at += pass_cost + static_cast<std::int64_t>(loop.scheduler.running().size());
     query.scheduled(simulation);
   }
-  return {.status = ForecastStatus::bound, .waiting_s = never_s, .batches = batches};
+  return {.status = ForecastStatus::bound, .waiting_s = never_s, .batches = counted()};
 }
 
 }  // namespace sfs

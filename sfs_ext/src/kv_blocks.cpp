@@ -34,6 +34,7 @@ void KvBlocks::hold(std::uint32_t number, std::int32_t block) {
   ++b.references;
   b.owners ^= number;
   b.depth = static_cast<std::int32_t>(table.blocks.size());
+  holders_ += table.blocks.empty();
   table.blocks.push_back(block);
 }
 
@@ -46,6 +47,7 @@ void KvBlocks::hash(std::uint32_t number, BlockKey key) {
 
 void KvBlocks::release(std::uint32_t number) {
   Table& table = tables_[number];
+  holders_ -= !table.blocks.empty();
   for (auto it = table.blocks.rbegin(); it != table.blocks.rend(); ++it) {
     Block& b = at(*it);
     b.owners ^= number;

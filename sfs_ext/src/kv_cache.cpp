@@ -20,6 +20,7 @@ std::uint32_t table_of(Slot slot) { return slot + 1; }
 KvCache::KvCache(const SchedulerConfig& config)
     : block_size_(config.block_size),
       max_model_len_(config.max_model_len),
+      usable_blocks_(config.usable_blocks()),
       caching_(config.enable_prefix_caching),
       counted_free_(caching_ ? 0 : config.usable_blocks()),
       blocks_(caching_ ? config.num_blocks : 0) {}
@@ -27,6 +28,7 @@ KvCache::KvCache(const SchedulerConfig& config)
 KvCache::KvCache(const SchedulerConfig& config, const KvMirror& mirror)
     : block_size_(config.block_size),
       max_model_len_(config.max_model_len),
+      usable_blocks_(config.usable_blocks()),
       outlook_(std::in_place, mirror, config.block_size) {}
 
 void KvCache::add(const Request& request, Slot slot, std::span<const BlockKey> keys) {
@@ -83,7 +85,7 @@ KvCache::Need KvCache::need(const Request& request, std::int32_t tokens,
     return (std::min(n, max_model_len_) + block_size_ - 1) / block_size_;
   };
   const std::int32_t unheld = admission.hit_blocks > 0 ? unheld_hits_ : 0;
-  const std::int32_t reserve = unheld + admission.watermark;
+  const std::int64_t reserve = std::int64_t{unheld} + admission.watermark;
   Need need;
   need.computed = request.computed + admission.hit_blocks * block_size_;
   need.held = request.blocks + admission.hit_blocks;
@@ -144,7 +146,10 @@ void KvCache::release(Request& request, Slot slot) {
     blocks_.open(table_of(slot));
     blocks_.release(table_of(slot));
   } else {
-    counted_free_ += outlook_ ? outlook_->release(slot, request.blocks) : request.blocks;
+    // Requests that shared blocks in the snapshot give them back once each.
+    const std::int64_t freed = outlook_ ? outlook_->release(slot, request.blocks) : request.blocks;
+    counted_free_ =
+        static_cast<std::int32_t>(std::min<std::int64_t>(counted_free_ + freed, usable_blocks_));
   }
   request.blocks = 0;
 }

@@ -9,12 +9,20 @@ namespace {
 // More than any engine's requests come to; keeps a journal gone wild from taking all memory.
 constexpr std::size_t max_entries = std::size_t{1} << 25;
 constexpr std::size_t table_entries = 16;  // what a table weighs before it holds anything
+constexpr std::int32_t max_blocks = 1 << 24;
 
 [[noreturn]] void refuse(const std::string& why) { throw std::invalid_argument(why); }
 
+std::int32_t checked_size(std::int32_t num_blocks) {
+  if (num_blocks < 1 || num_blocks > max_blocks)
+    refuse("KV mirror: " + std::to_string(num_blocks) + " blocks, not within 1 and " +
+           std::to_string(max_blocks));
+  return num_blocks;
+}
+
 }  // namespace
 
-KvMirror::KvMirror(std::int32_t num_blocks) : blocks_(num_blocks) { blocks_.open(0); }
+KvMirror::KvMirror(std::int32_t num_blocks) : blocks_(checked_size(num_blocks)) { blocks_.open(0); }
 
 KvMirror KvMirror::rebuild(std::int32_t num_blocks, std::uint64_t position,
                            std::span<const KvEvent> checkpoint) {

@@ -101,8 +101,8 @@ std::int32_t Scheduler::long_prefill_threshold() const {
 // Rules 4 and 5, before the budget.
 std::int32_t Scheduler::wanted_tokens(const Request& request, std::int32_t threshold) const {
   // Its last token is in flight already.
-  if (request.placeholders > 0 &&
-      request.computed + 2 - request.placeholders >= request.prompt_tokens + request.max_tokens)
+  if (request.placeholders > 0 && request.computed + 2 - request.placeholders >=
+                                      std::int64_t{request.prompt_tokens} + request.max_tokens)
     return 0;
   std::int32_t tokens = request.known_tokens() + request.placeholders - request.computed;
   if (threshold > 0) tokens = std::min(tokens, threshold);

@@ -56,23 +56,23 @@ std::size_t journal_offset(std::uint32_t max_residents, std::uint32_t max_steps)
   return (end + line - 1) / line * line;
 }
 
+// What a file may claim at most: a reader makes room for it.
+constexpr std::uint32_t largest_room = 1U << 20;
+
 SegmentLayout& layout_of(const Mapping& mapping) {
   return *reinterpret_cast<SegmentLayout*>(mapping.data());
 }
-KvRing journal_of(const Mapping& mapping) {
-  const SegmentLayout& layout = layout_of(mapping);
-  return {mapping.data() + journal_offset(layout.max_residents, layout.max_steps),
-          layout.journal_events};
+KvRing journal_of(const Mapping& mapping, const SegmentRoom& room) {
+  return {mapping.data() + journal_offset(room.residents, room.steps), room.journal_events};
 }
-std::byte* snapshot_slot(const Mapping& mapping, std::uint64_t sequence) {
+std::byte* snapshot_slot(const Mapping& mapping, const SegmentRoom& room, std::uint64_t sequence) {
   return mapping.data() + sizeof(SegmentLayout) +
-         (sequence % snapshot_slots) * snapshot_slot_bytes(layout_of(mapping).max_residents);
+         (sequence % snapshot_slots) * snapshot_slot_bytes(room.residents);
 }
-std::byte* step_slot(const Mapping& mapping, std::uint64_t sequence) {
-  const SegmentLayout& layout = layout_of(mapping);
+std::byte* step_slot(const Mapping& mapping, const SegmentRoom& room, std::uint64_t sequence) {
   return mapping.data() + sizeof(SegmentLayout) +
-         snapshot_slots * snapshot_slot_bytes(layout.max_residents) +
-         (sequence % layout.max_steps) * step_slot_bytes;
+         snapshot_slots * snapshot_slot_bytes(room.residents) +
+         (sequence % room.steps) * step_slot_bytes;
 }
 
 [[noreturn]] void fail(const std::string& what, const std::string& path) {
@@ -144,11 +144,13 @@ SnapshotWriter::SnapshotWriter(std::string path, const SchedulerConfig& config,
                                bool kv_journaled)
     : path_(std::move(path)) {
   config.validate();
-  if (max_residents < 1 || max_steps < 1)
-    throw std::invalid_argument("snapshot writer: max_residents and max_steps must be >= 1");
+  if (max_residents < 1 || max_residents > largest_room || max_steps < 1)
+    throw std::invalid_argument("snapshot writer: max_residents must be within 1 and " +
+                                std::to_string(largest_room) + ", max_steps >= 1");
   if (kv_journaled && !config.enable_prefix_caching)
     throw std::invalid_argument("snapshot writer: a KV journal needs enable_prefix_caching");
   const std::uint64_t journal_events = kv_journaled ? KvRing::events_for(config.num_blocks) : 0;
+  room_ = {.residents = max_residents, .steps = max_steps, .journal_events = journal_events};
   const std::string temporary = path_ + ".new-" + std::to_string(::getpid());
   mapping_ = Mapping::create(
       temporary, journal_offset(max_residents, max_steps) + KvRing::bytes_for(journal_events));
@@ -161,7 +163,7 @@ SnapshotWriter::SnapshotWriter(std::string path, const SchedulerConfig& config,
   layout.journal_events = journal_events;
   layout.config = config;
   if (kv_journaled)
-    journal_ = std::make_unique<KvJournalWriter>(journal_of(mapping_), config.num_blocks);
+    journal_ = std::make_unique<KvJournalWriter>(journal_of(mapping_, room_), config.num_blocks);
   if (::rename(temporary.c_str(), path_.c_str()) != 0) {
     const int error = errno;
     ::unlink(temporary.c_str());
@@ -180,7 +182,7 @@ void SnapshotWriter::close() {
 
 void SnapshotWriter::append(std::span<const KvEvent> events) {
   if (mapping_.data() == nullptr) throw std::logic_error("snapshot writer: closed");
-  if (layout_of(mapping_).journal_events == 0)
+  if (room_.journal_events == 0)
     throw std::logic_error("snapshot writer: made without a KV journal");
   if (!journal_) return;
   try {
@@ -194,7 +196,7 @@ void SnapshotWriter::append(std::span<const KvEvent> events) {
 void SnapshotWriter::publish(SnapshotHeader header, const Resident* residents, std::size_t count) {
   if (mapping_.data() == nullptr) throw std::logic_error("snapshot writer: closed");
   SegmentLayout& layout = layout_of(mapping_);
-  const std::size_t kept = std::min<std::size_t>(count, layout.max_residents);
+  const std::size_t kept = std::min<std::size_t>(count, room_.residents);
   const auto omitted = static_cast<std::int32_t>(count - kept);
   if (omitted > header.waiting)
     throw std::invalid_argument("snapshot writer: more running requests than max_residents");
@@ -204,7 +206,7 @@ void SnapshotWriter::publish(SnapshotHeader header, const Resident* residents, s
   header.kv_journaled = journal_ != nullptr;
   header.kv_position = journal_ ? journal_->position() : 0;
   {
-    std::byte* slot = snapshot_slot(mapping_, header.sequence);
+    std::byte* slot = snapshot_slot(mapping_, room_, header.sequence);
     const SlotWrite write(slot);
     store_words(slot + sizeof(Word), &header, sizeof header);
     store_words(slot + sizeof(Word) + sizeof header, residents, kept * sizeof(Resident));
@@ -216,7 +218,7 @@ void SnapshotWriter::record_step(StepRecord step) {
   if (mapping_.data() == nullptr) throw std::logic_error("snapshot writer: closed");
   step.sequence = ++steps_;
   {
-    std::byte* slot = step_slot(mapping_, step.sequence);
+    std::byte* slot = step_slot(mapping_, room_, step.sequence);
     const SlotWrite write(slot);
     store_words(slot + sizeof(Word), &step, sizeof step);
   }
@@ -231,12 +233,15 @@ SnapshotReader::SnapshotReader(const std::string& path) : mapping_(Mapping::open
   const SegmentLayout& layout = layout_of(mapping_);
   if (std::memcmp(layout.magic, segment_magic, sizeof segment_magic) != 0) refuse("not one");
   if (layout.layout != layout_version) refuse("another layout version");
-  layout.config.validate();
-  const std::uint64_t events = layout.journal_events;
-  if (layout.max_residents < 1 || layout.max_steps < 1 ||
-      (events != 0 && events != KvRing::events_for(layout.config.num_blocks)) ||
-      journal_offset(layout.max_residents, layout.max_steps) + KvRing::bytes_for(events) !=
-          mapping_.size())
+  config_ = layout.config;
+  config_.validate();
+  room_ = {.residents = layout.max_residents,
+           .steps = layout.max_steps,
+           .journal_events = layout.journal_events};
+  const std::uint64_t events = room_.journal_events;
+  if (room_.residents < 1 || room_.residents > largest_room || room_.steps < 1 ||
+      (events != 0 && events != KvRing::events_for(config_.num_blocks)) ||
+      journal_offset(room_.residents, room_.steps) + KvRing::bytes_for(events) != mapping_.size())
     refuse("its size contradicts its header");
 }
 
@@ -246,18 +251,16 @@ std::uint64_t SnapshotReader::sequence() const {
 
 std::int32_t SnapshotReader::writer_pid() const { return layout_of(mapping_).writer_pid; }
 
-SchedulerConfig SnapshotReader::config() const { return layout_of(mapping_).config; }
-
 bool SnapshotReader::read(Snapshot& into) const {
-  const std::uint32_t room = layout_of(mapping_).max_residents;
   for (int attempt = 0; attempt < read_attempts; ++attempt) {
     const std::uint64_t newest = sequence();
     if (newest == 0) return false;
-    const bool complete = read_slot(snapshot_slot(mapping_, newest), [&](std::byte* data) {
+    const bool complete = read_slot(snapshot_slot(mapping_, room_, newest), [&](std::byte* data) {
       load_words(&into.header, data, sizeof into.header);
       const auto running = into.header.running, waiting = into.header.waiting;
       if (running < 0 || waiting < 0 ||
-          static_cast<std::uint64_t>(running) + static_cast<std::uint64_t>(waiting) > room)
+          static_cast<std::uint64_t>(running) + static_cast<std::uint64_t>(waiting) >
+              room_.residents)
         return false;
       into.residents.resize(static_cast<std::size_t>(running + waiting));
       load_words(into.residents.data(), data + sizeof into.header,
@@ -265,7 +268,7 @@ bool SnapshotReader::read(Snapshot& into) const {
       return true;
     });
     if (!complete) continue;
-    into.config = config();
+    into.config = config_;
     into.validate();
     return true;
   }
@@ -273,13 +276,14 @@ bool SnapshotReader::read(Snapshot& into) const {
 }
 
 std::vector<StepRecord> SnapshotReader::read_steps(std::uint64_t after) const {
-  SegmentLayout& layout = layout_of(mapping_);
-  const std::uint64_t newest = std::atomic_ref(layout.newest_step).load(std::memory_order_acquire);
-  const std::uint64_t oldest = newest > layout.max_steps ? newest - layout.max_steps + 1 : 1;
+  const std::uint64_t newest =
+      std::atomic_ref(layout_of(mapping_).newest_step).load(std::memory_order_acquire);
+  const std::uint64_t before_oldest = newest > room_.steps ? newest - room_.steps : 0;
   std::vector<StepRecord> steps;
-  for (std::uint64_t i = std::max(after + 1, oldest); i <= newest; ++i) {
+  for (std::uint64_t i = std::max(after, before_oldest); i < newest;) {
+    ++i;
     StepRecord step;
-    const bool complete = read_slot(step_slot(mapping_, i), [&](std::byte* data) {
+    const bool complete = read_slot(step_slot(mapping_, room_, i), [&](std::byte* data) {
       load_words(&step, data, sizeof step);
       return true;
     });
@@ -288,21 +292,21 @@ std::vector<StepRecord> SnapshotReader::read_steps(std::uint64_t after) const {
   return steps;
 }
 
-bool SnapshotReader::kv_journaled() const { return layout_of(mapping_).journal_events > 0; }
+bool SnapshotReader::kv_journaled() const { return room_.journal_events > 0; }
 
 std::uint64_t SnapshotReader::kv_position() const {
-  return kv_journaled() ? journal_of(mapping_).position() : 0;
+  return kv_journaled() ? journal_of(mapping_, room_).position() : 0;
 }
 
 bool SnapshotReader::read_journal(KvMirror& mirror, std::uint64_t up_to) const {
   static thread_local std::vector<KvEvent> events;
   static thread_local KvRing::Checkpoint checkpoint;
-  if (mirror.num_blocks() != layout_of(mapping_).config.num_blocks)
+  if (mirror.num_blocks() != config_.num_blocks)
     throw std::invalid_argument("KV journal: a mirror of " + std::to_string(mirror.num_blocks()) +
                                 " blocks, not of the engine's " +
-                                std::to_string(layout_of(mapping_).config.num_blocks));
+                                std::to_string(config_.num_blocks));
   if (!kv_journaled()) return false;
-  const KvRing journal = journal_of(mapping_);
+  const KvRing journal = journal_of(mapping_, room_);
   for (int attempt = 0; attempt < journal_attempts; ++attempt) {
     events.clear();
     if (journal.read(mirror.position(), up_to, events)) {
@@ -319,11 +323,9 @@ bool SnapshotReader::read_journal(KvMirror& mirror, std::uint64_t up_to) const {
 std::optional<KvJournalMessage> SnapshotReader::read_journal_message(std::uint64_t after,
                                                                      std::uint64_t up_to) const {
   if (!kv_journaled()) return std::nullopt;
-  const KvRing journal = journal_of(mapping_);
-  KvJournalMessage message{.num_blocks = layout_of(mapping_).config.num_blocks,
-                           .from = after,
-                           .to = up_to,
-                           .events = {}};
+  const KvRing journal = journal_of(mapping_, room_);
+  KvJournalMessage message{
+      .num_blocks = config_.num_blocks, .from = after, .to = up_to, .events = {}};
   if (after > 0 && journal.read(after, up_to, message.events)) return message;
   message.from = 0;
   KvRing::Checkpoint checkpoint;

@@ -40,7 +40,7 @@ bool names_a_block(KvEventKind kind) {
 }
 
 void check_resident(const Resident& r, std::size_t index, bool in_running_part,
-                    const SchedulerConfig& config) {
+                    std::int32_t in_flight_batches, const SchedulerConfig& config) {
   const auto refuse_field = [index](const char* field) {
     refuse("resident " + std::to_string(index) + ": " + field + " is out of range");
   };
@@ -48,7 +48,7 @@ void check_resident(const Resident& r, std::size_t index, bool in_running_part,
   if (r.status > static_cast<std::uint8_t>(Status::preempted)) refuse_field("status");
   if ((r.status == static_cast<std::uint8_t>(Status::running)) != in_running_part)
     refuse("resident " + std::to_string(index) + ": status contradicts its place");
-  if (!std::isfinite(r.arrival_s)) refuse_field("arrival_s");
+  if (!is_time(r.arrival_s)) refuse_field("arrival_s");
   if (r.prompt_tokens < 1 || r.prompt_tokens > limit) refuse_field("prompt_tokens");
   if (r.output_tokens < 0 || r.output_tokens > limit) refuse_field("output_tokens");
   if (r.max_tokens < 1 || r.max_tokens > limit) refuse_field("max_tokens");
@@ -58,7 +58,6 @@ void check_resident(const Resident& r, std::size_t index, bool in_running_part,
       r.computed_tokens > r.prompt_tokens + r.output_tokens + r.placeholders)
     refuse_field("computed_tokens");
   if (r.blocks < 0 || r.blocks > config.usable_blocks()) refuse_field("blocks");
-  if (r.stale_tokens < 0 || r.stale_tokens > limit) refuse_field("stale_tokens");
   if (!std::isfinite(r.predicted_output_tokens) || r.predicted_output_tokens < 0)
     refuse_field("predicted_output_tokens");
   for (std::size_t i = 0; i < max_in_flight; ++i) {
@@ -66,13 +65,16 @@ void check_resident(const Resident& r, std::size_t index, bool in_running_part,
       refuse_field("in_flight_tokens");
     if (r.in_flight_emits[i] > 1) refuse_field("in_flight_emits");
   }
+  std::int64_t in_flight_tokens = 0;
+  for (std::int32_t i = 0; i < in_flight_batches; ++i) in_flight_tokens += r.in_flight_tokens[i];
+  if (r.stale_tokens < 0 || r.stale_tokens > in_flight_tokens) refuse_field("stale_tokens");
 }
 
 }  // namespace
 
 void Snapshot::validate() const {
   config.validate();
-  if (!std::isfinite(header.published_s)) refuse("published_s is not finite");
+  if (!is_time(header.published_s)) refuse("published_s is no time");
   if (header.running < 0 || header.waiting < 0 || header.omitted < 0)
     refuse("a count of residents is negative");
   if (header.free_blocks < 0 || header.free_blocks > config.usable_blocks())
@@ -91,11 +93,12 @@ void Snapshot::validate() const {
     if (batch.tokens < 0 || batch.tokens > config.max_num_batched_tokens ||
         batch.decode_context_tokens < 0 || batch.decode_context_tokens > limit ||
         batch.prefill_attention < 0 || batch.prefill_attention > limit ||
-        std::isinf(batch.started_s))
+        !(std::isnan(batch.started_s) || is_time(batch.started_s)))
       refuse("batch in flight " + std::to_string(i) + " is out of range");
   }
   for (std::size_t i = 0; i < residents.size(); ++i)
-    check_resident(residents[i], i, i < static_cast<std::size_t>(header.running), config);
+    check_resident(residents[i], i, i < static_cast<std::size_t>(header.running),
+                   header.in_flight_batches, config);
 }
 
 std::vector<std::byte> Snapshot::to_bytes() const {

@@ -28,7 +28,8 @@ enum class Stepping : std::uint8_t { plain, grouped };
 
 // The loop that published `snapshot`, its clock starting from 0 at the snapshot's time. `mirror`:
 // of its KV blocks at that time, to stay as it is; without one it runs as if without prefix
-// caching, from the same free count.
+// caching, from the same free count. Throws std::invalid_argument for a mirror of other blocks than
+// the snapshot's.
 void restore(const Snapshot& snapshot, const BatchTime& batch_time, double length_sigma,
              EngineLoop& into, Stepping stepping = Stepping::grouped,
              const KvMirror* mirror = nullptr);

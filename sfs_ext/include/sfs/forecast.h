@@ -28,7 +28,7 @@ struct FirstToken {
   ForecastStatus status = ForecastStatus::ok;
   double waiting_s = 0.0;    // arrival to the start of the first batch that computes it
   double prefill_s = 0.0;    // from there to its first token
-  std::int32_t batches = 0;  // until then
+  std::int32_t batches = 0;  // until then, or as many as the type holds
 };
 
 // What a simulation may cost: requests looked at over all its passes, some tens of milliseconds.
@@ -44,7 +44,7 @@ struct Simulation {
   EngineLoop::Pass pass;
   double now_s = 0.0;
   std::size_t arrived = 0;  // of the arrivals ahead of the query
-  std::int32_t batches = 0;
+  std::int64_t batches = 0;
   std::int64_t looked_at = 0;
 };
 

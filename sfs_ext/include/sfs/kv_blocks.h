@@ -56,6 +56,7 @@ class KvBlocks {
 
   // Tables are numbered from 1, so that `Block::owners` can tell one from none.
   std::size_t tables() const noexcept { return tables_.size(); }
+  std::size_t holders() const noexcept { return holders_; }  // tables with blocks
   const Table& table(std::uint32_t number) const noexcept { return tables_[number]; }
   Table& open(std::uint32_t number);
 
@@ -84,6 +85,7 @@ class KvBlocks {
   Ends cached_;  // free and hashed, least recently used first
   std::int32_t plain_free_ = 0;
   std::int32_t cached_free_ = 0;
+  std::size_t holders_ = 0;
   std::uint64_t frees_ = 0;
 };
 

@@ -102,6 +102,7 @@ class KvCache {
 
   std::int32_t block_size_ = 1;
   std::int32_t max_model_len_ = 0;
+  std::int32_t usable_blocks_ = 0;
   bool caching_ = false;
   std::int32_t counted_free_ = 0;  // but for an engine's own cache with prefix caching
   KvBlocks blocks_;                // with it; empty without

@@ -21,7 +21,8 @@ class KvMirror {
   using Block = KvBlocks::Block;
   using Table = KvBlocks::Table;
 
-  explicit KvMirror(std::int32_t num_blocks);  // the null block included
+  // The null block included. Throws std::invalid_argument for more blocks than any engine has.
+  explicit KvMirror(std::int32_t num_blocks);
 
   // Throws std::invalid_argument naming the first contradiction. It and what follows it is not
   // applied: position() says where it stands.
@@ -63,6 +64,7 @@ class KvMirror {
     return static_cast<std::uint32_t>(&table - &blocks_.table(0));
   }
   std::size_t tables() const noexcept { return numbers_.size(); }
+  std::size_t holders() const noexcept { return blocks_.holders(); }  // tables with blocks
 
  private:
   void apply(const KvEvent& event);

@@ -2,11 +2,15 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 namespace sfs {
 
 using Slot = std::uint32_t;
+
+// Seconds since 1970 or since a snapshot: what lies beyond, or is no number, is no time.
+inline bool is_time(double at_s) { return std::abs(at_s) <= 1e12; }
 
 enum class Status : std::uint8_t { running = 0, waiting = 1, preempted = 2, finished = 3 };
 

@@ -42,6 +42,13 @@ class KvJournalWriter;
 
 // With a KV journal another 16.8 MB for 60,000 blocks, 2.1 MB for 5,000 (and 1 MB at least): a
 // ring of 8 to 16 events a block, and two checkpoints of half its size each.
+// What a file has room for. Kept beside the mapping: a file may change under its reader's eyes.
+struct SegmentRoom {
+  std::uint32_t residents = 0;
+  std::uint32_t steps = 0;
+  std::uint64_t journal_events = 0;
+};
+
 class SnapshotWriter {
  public:
   // The file appears under `path` whole, replacing an older one. Throws std::system_error.
@@ -65,6 +72,7 @@ class SnapshotWriter {
  private:
   std::string path_;
   Mapping mapping_;
+  SegmentRoom room_;
   std::unique_ptr<KvJournalWriter> journal_;  // null: none is kept, or it has ended
   std::uint64_t published_ = 0;
   std::uint64_t steps_ = 0;
@@ -77,7 +85,7 @@ class SnapshotReader {
 
   std::uint64_t sequence() const;  // newest published; 0: none yet
   std::int32_t writer_pid() const;
-  SchedulerConfig config() const;
+  const SchedulerConfig& config() const { return config_; }
 
   // The newest complete snapshot, or false before the first and where the writer outran
   // every attempt. Throws std::invalid_argument if what was read contradicts itself.
@@ -103,6 +111,8 @@ class SnapshotReader {
 
  private:
   Mapping mapping_;
+  SegmentRoom room_;
+  SchedulerConfig config_;
 };
 
 }  // namespace sfs

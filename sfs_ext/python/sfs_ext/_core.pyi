@@ -1,7 +1,7 @@
 """The C++ core. Arrays are structured: see the dtypes below, defined once in C++."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -226,6 +226,58 @@ class SnapshotWriter:
 
     def close(self) -> None:
         """Unlinks the file."""
+
+@final
+class StateWriter:
+    """Publishes the state of a scheduler written in Python, read off its objects after each step.
+
+    What cannot be read raises, naming the attribute, and nothing is published."""
+
+    def __init__(
+        self,
+        writer: SnapshotWriter,
+        *,
+        request_attributes: dict[str, str],
+        blocks: dict[str, Any],
+        queues: Sequence[Any],
+        heap: str | None,
+        preempted: object,
+        identity: Callable[[Any], tuple[int, float]],
+        clock: Callable[[], float],
+    ) -> None:
+        """request_attributes: names of the attributes of a request that give its request_id,
+        arrival_s, prompt_tokens, output_token_ids (a list that grows in place), max_tokens,
+        priority, computed_tokens, placeholders, stale_tokens, status, prefills (more of its prompt
+        is to come) and resumable (what it asks for may change), and of one to keep its record in.
+        blocks: list by request id. queues: of waiting requests, deques, or keeping a heap in the
+        list that is their attribute ``heap``. preempted: that status. identity: maps a request to
+        its key and predicted output tokens. clock: Unix time in seconds."""
+
+    def scheduled(
+        self,
+        output: object,
+        tokens: dict[str, int],
+        running: list[Any],
+        scheduled_s: float,
+        preempted: int,
+        free_blocks: int,
+        kv_events: NDArray[np.void] | None,
+    ) -> None:
+        """Publishes what a step leaves. tokens: by request id; output: names the step to done();
+        kv_events: kv_event_dtype since the last call, None where no journal is kept."""
+
+    def done(self, output: object, done_s: float, running: list[Any]) -> bool:
+        """Records the step; whether the engine is idle now. Nothing for a step without tokens."""
+
+    def publish_idle(self, free_blocks: int, kv_events: NDArray[np.void] | None) -> None: ...
+    def restamp(self, hang_s: float) -> None:
+        """Publishes a state again that no step has changed for HEARTBEAT_S, unless that is longer
+        than hang_s ago and it has residents: then the engine hangs."""
+
+    def forget(self) -> None:
+        """A step could not be published: nothing read before is taken to hold."""
+
+    def close(self) -> None: ...
 
 @final
 class SnapshotReader:
