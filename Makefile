@@ -57,7 +57,8 @@ lint: $(VENV)/.deps-dev $(VENV)/.extension
 	find sfs_ext tests/cpp -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run --Werror
 
 bench: $(VENV)/.deps-dev $(VENV)/.extension
-	$(BIN)/python -m pytest tests/bench --benchmark-only
+	mkdir -p build
+	$(BIN)/python -m pytest tests/bench --benchmark-only --benchmark-json=build/benchmarks.json
 
 clean:
 	rm -rf $(VENV) build .benchmarks .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -13,7 +13,7 @@ from app.types import Estimator, InstanceSpec, LpsParameters
 from sfs_ext import BatchTime, SchedulerConfig
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Observation:
     """What the router knows of an instance when a query asks."""
 
@@ -32,7 +32,7 @@ class Observation:
     queued_prefill_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Estimate:
     """Eq. 1: TTFT is waiting plus prefill and first decode, from the query's arrival there."""
 

@@ -1,7 +1,7 @@
 """From forecasts and utilities to a choice, without side effects.
 
-Ties go to the lower latency, then to the lower index. An instance whose wait has no end is chosen
-only where every wait has none.
+Ties go to the lower latency, then to the earlier position. An instance whose wait has no end is
+chosen only where every wait has none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PolicyName = Literal[
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Options:
     """The candidates of one query, as columns of equal length."""
 
@@ -26,7 +26,7 @@ class Options:
     """inf where the wait has no end."""
     residents: Sequence[int]
     position: Sequence[int]
-    """Of each instance in the pool, ascending: the cycle of round robin."""
+    """Of each instance in the pool: the cycle of round robin."""
     ttft_slo_s: float
     latency_weight: float
     """Delta of eq. 5, per second."""
@@ -45,11 +45,13 @@ class Options:
         return [i for i in every if math.isfinite(self.ttft_s[i])] or every
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Choice:
     index: int
     reason: str
     """A clause, to follow the name of the chosen."""
+    least_utility: float = -math.inf
+    """Whatever is worth less could not have been chosen instead, however soon it answered."""
 
 
 Policy = Callable[[Options], Choice]
@@ -68,7 +70,7 @@ def constrained(options: Options) -> Choice:
         i = _best(options, in_time, lambda i: options.utility[i])
         answers = "answers" if len(in_time) == 1 else "answer"
         best = f"best utility {options.utility[i]:.3g} of {len(in_time)} that {answers}"
-        return Choice(i, f"{best} {_in_time(options)}")
+        return Choice(i, f"{best} {_in_time(options)}", options.utility[i])
     i = _best(options, serving, lambda i: -options.ttft_s[i])
     soonest = f"soonest of {len(serving)}, {_latency(options.ttft_s[i])}"
     return Choice(i, f"{soonest}; none answers {_in_time(options)}")
@@ -84,14 +86,16 @@ def lagrangian(options: Options) -> Choice:
     serving = options.serving()
     i = _best(options, serving, score)
     weighed = f"{options.utility[i]:.3g} less {delta:g}/s for {_latency(options.ttft_s[i])}"
-    return Choice(i, f"best utility less latency of {len(serving)}, {weighed}")
+    reason = f"best utility less latency of {len(serving)}, {weighed}"
+    return Choice(i, reason, score(i) if math.isfinite(options.ttft_s[i]) else -math.inf)
 
 
 def round_robin(options: Options) -> Choice:
     """The next in the cycle after the one before."""
     serving = options.serving()
     later = [i for i in serving if options.position[i] > options.last_position]
-    return Choice((later or serving)[0], f"next in turn of {len(serving)}")
+    i = min(later or serving, key=lambda i: options.position[i])
+    return Choice(i, f"next in turn of {len(serving)}")
 
 
 def shortest_queue(options: Options) -> Choice:
@@ -105,7 +109,9 @@ def latency_agnostic(options: Options) -> Choice:
     """The best utility, however late."""
     serving = options.serving()
     i = _best(options, serving, lambda i: options.utility[i])
-    return Choice(i, f"best utility {options.utility[i]:.3g} of {len(serving)}, however late")
+    reason = f"best utility {options.utility[i]:.3g} of {len(serving)}, however late"
+    serves = math.isfinite(options.ttft_s[i])
+    return Choice(i, reason, options.utility[i] if serves else -math.inf)
 
 
 POLICIES: Mapping[str, Policy] = {
@@ -118,7 +124,7 @@ POLICIES: Mapping[str, Policy] = {
 
 
 def _best(options: Options, among: Sequence[int], score: Callable[[int], float]) -> int:
-    return max(among, key=lambda i: (score(i), -options.ttft_s[i], -i))
+    return max(among, key=lambda i: (score(i), -options.ttft_s[i], -options.position[i]))
 
 
 def _in_time(options: Options) -> str:

@@ -20,7 +20,7 @@ from app.types import Decision, Estimator, Forecast
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
 _VERSION_KEY = b"foretoken_schema_version"
 
 
@@ -53,6 +53,7 @@ _FORECAST = pa.struct(
         ("model", pa.string()),
         ("estimator", pa.string()),
         ("prompt_tokens", pa.int32()),
+        ("cached_tokens", pa.int32()),
         ("ttft_s", pa.float64()),
         ("waiting_s", pa.float64()),
         ("prefill_s", pa.float64()),
@@ -80,6 +81,7 @@ SCHEMA = pa.schema(
         ("chosen", pa.int32()),
         ("reason", pa.string()),
         ("decision_s", pa.float64()),
+        ("pruned", pa.int32()),
         ("requested_model", pa.string()),
         ("arrived_s", pa.float64()),
         ("finished_s", pa.float64()),

@@ -6,25 +6,33 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from app.config import PoolSettings
 from app.estimators import Observation, estimate, throughput
 from app.identity import request_key
-from app.policies import POLICIES, Options, feasible
+from app.policies import POLICIES, Choice, Options, feasible
 from app.prediction import Predictor
-from app.rates import ArrivalRate, RunningMean
-from app.types import AUTO, Decision, Estimator, Forecast, InstanceSpec, Prediction, Query
+from app.replicas import Instance, Replicas, by_model
+from app.shortlist import Loads, shortlist
+from app.types import (
+    AUTO,
+    Decision,
+    Estimator,
+    Forecast,
+    InstanceSpec,
+    Prediction,
+    Query,
+)
 from sfs_ext import Fleet, ForecastStatus, query_dtype
 
-ARRIVAL_HORIZON_S = 10.0
-DELAY_WEIGHT = 0.1
-"""Of the newest dispatch or return delay in its running mean."""
+FORECAST_ALL = 64
+"""Candidates up to which a decision forecasts each of them."""
+NO_DIFFERENCE_S = 1e-6
+"""Between two forecasts: Unix time in floating point resolves just less."""
 
 
 class NoCandidate(Exception):
@@ -41,15 +49,24 @@ class Router:
     """Thread-safe. ``clock`` gives Unix time in seconds, as the snapshots do."""
 
     def __init__(
-        self, settings: PoolSettings, predictor: Predictor, clock: Callable[[], float] = time.time
+        self,
+        settings: PoolSettings,
+        predictor: Predictor,
+        clock: Callable[[], float] = time.time,
+        forecast_all: int = FORECAST_ALL,
     ) -> None:
         self.fleet = Fleet()
         self._predictor = predictor
         self._clock = clock
+        self.forecast_all = forecast_all
         self._limits = settings.router
         self._preferred = Estimator(settings.router.estimator)
         self._models = {model.name: model for model in settings.models}
-        self._instances: dict[str, _Instance] = {}
+        self._instances: dict[str, Instance] = {}
+        self._replicas: Mapping[str, Sequence[Replicas]] | None = None
+        """None: to be grouped anew."""
+        self._delays_s = np.zeros((0, 2))
+        """By handle: each instance's running means of dispatch and return delay, once more."""
         self._positions = itertools.count()
         self._last_positions: dict[str, int] = {}
         self._lock = threading.RLock()
@@ -61,15 +78,18 @@ class Router:
         began_s = time.perf_counter()
         with self._lock:
             now_s = self._clock()
-            candidates = self._candidates(query, exclude)
-            predictions = self._predictions(query, candidates)
-            rows = self.fleet.forecast(now_s, _questions(query, candidates, predictions, now_s))
-            views = [_View(*row) for row in rows.tolist()]
-            forecasts = self._forecasts(query, candidates, predictions, views, now_s)
-            choice = POLICIES[query.policy](self._options(query, forecasts))
+            offers = self._offers(query, exclude)
+            candidates = sum(len(offer.replicas.instances) for offer in offers)
+            if candidates <= self.forecast_all:
+                forecasts, choice = self._weigh_all(query, offers, now_s)
+                pruned = 0
+            else:
+                forecasts, choice = self._weigh_likeliest(query, offers, now_s)
+                pruned = candidates - len(forecasts)
             chosen = forecasts[choice.index]
             if not dry_run:
                 self._book(query, chosen, now_s)
+        left_out = f"; {pruned} more were not worth a forecast" if pruned else ""
         return Decision(
             decision_id=query.decision_id,
             policy=query.policy,
@@ -78,71 +98,128 @@ class Router:
             latency_weight=query.latency_weight,
             candidates=tuple(forecasts),
             chosen=choice.index,
-            reason=f"{chosen.instance_id}: {choice.reason}.",
+            reason=f"{chosen.instance_id}: {choice.reason}{left_out}.",
             decision_s=time.perf_counter() - began_s,
+            pruned=pruned,
         )
 
-    def _candidates(self, query: Query, exclude: frozenset[str]) -> list[_Candidate]:
-        """Instances of the model asked for with room for the prompt and the answer."""
+    def _offers(self, query: Query, exclude: frozenset[str]) -> list[_Offer]:
+        """Of the models asked for, as far as they have room for the prompt and the answer."""
         if query.model != AUTO and query.model not in self._models:
             there_are = ", ".join((AUTO, *self._models))
             raise NoCandidate(404, f"no model {query.model!r}; there are {there_are}", "model")
-        asked = [
-            _Candidate(instance, len(query.prompts[instance.spec.model.tokenizer]))
-            for instance in self._instances.values()
-            if query.model in (AUTO, instance.spec.model.name)
-        ]
-        roomy = [c for c in asked if c.room_tokens >= (query.max_tokens or 1)]
+        if self._replicas is None:
+            self._replicas = by_model(self._instances.values())
+        asked = self._replicas.get(query.model, ())
+        roomy = [r for r in asked if r.room_tokens(query) >= (query.max_tokens or 1)]
         if asked and not roomy:
-            raise _too_long(query, max(asked, key=lambda c: c.room_tokens))
-        reachable = [c for c in roomy if c.instance.spec.instance_id not in exclude]
-        if not reachable:
+            raise _too_long(query, max(asked, key=lambda r: r.room_tokens(query)))
+        if exclude:
+            roomy = [left for r in roomy if (left := r.without(exclude)).instances]
+        if not roomy:
             raise NoCandidate(503, f"no instance of {query.model} can be reached")
-        return reachable
+        predictions = self._predictor.predict(query, [r.model for r in roomy])
+        return [_Offer(query, r, p) for r, p in zip(roomy, predictions, strict=True)]
 
-    def _predictions(self, query: Query, candidates: Sequence[_Candidate]) -> list[Prediction]:
-        """The predictor's, lengths capped by what the query may have."""
-        predictions = self._predictor.predict(query, [c.instance.spec.model for c in candidates])
-        return [
-            Prediction(p.quality, min(p.output_tokens, c.max_tokens(query)), p.source)
-            for c, p in zip(candidates, predictions, strict=True)
+    def _weigh_all(
+        self, query: Query, offers: Sequence[_Offer], now_s: float
+    ) -> tuple[list[Forecast], Choice]:
+        """Every candidate's forecast, and the policy's choice."""
+        candidates = [
+            (offer, instance) for offer in offers for instance in offer.replicas.instances
         ]
+        forecasts = self._forecasts(query, candidates, now_s)
+        if not forecasts:
+            raise _all_silent(query)
+        return forecasts, self._choose(query, forecasts)
+
+    def _weigh_likeliest(
+        self, query: Query, offers: Sequence[_Offer], now_s: float
+    ) -> tuple[list[Forecast], Choice]:
+        """The same choice from few forecasts: one model after the other by utility, until no
+        further one could be chosen, and of each those replicas whose loads look best."""
+        forecasts: list[Forecast] = []
+        choice = None
+        for offer in sorted(offers, key=lambda offer: offer.utility, reverse=True):
+            if choice is not None and offer.utility < choice.least_utility:
+                break
+            soonest_s = math.inf
+            for ttft_s, instances in self._shortlist(query, offer, now_s):
+                if ttft_s > soonest_s - NO_DIFFERENCE_S:
+                    break
+                more = self._forecasts(query, [(offer, one) for one in instances], now_s)
+                soonest_s = min([soonest_s, *(f.ttft_s for f in more)])
+                forecasts += more
+            if forecasts:
+                choice = self._choose(query, forecasts)
+        if choice is None:
+            raise _all_silent(query)
+        return forecasts, choice
+
+    def _shortlist(
+        self, query: Query, offer: _Offer, now_s: float
+    ) -> Iterator[tuple[float, list[Instance]]]:
+        """Replicas in batches, each with the TTFT that the load of its first promises."""
+        replicas = offer.replicas
+        dispatch_s, return_s = self._delays_s[replicas.handles].T
+        asked = np.empty(len(replicas.handles), query_dtype)
+        asked["instance"] = replicas.handles
+        asked["prompt_tokens"] = offer.prompt_tokens
+        asked["predicted_output_tokens"] = offer.output_tokens
+        asked["max_tokens"] = offer.max_tokens
+        asked["priority"] = query.priority
+        asked["arrival_s"] = now_s + dispatch_s
+        asked["prompt"] = offer.prompt
+        loads = self.fleet.loads(now_s, asked, list(query.prompts.values()))
+        known = Loads(
+            ttft_s=_since(query, now_s) + dispatch_s + loads["ttft_s"] + return_s,
+            residents=loads["running"] + loads["waiting"],
+            age_s=loads["age_s"],
+            position=replicas.positions,
+            last_position=self._last_positions.get(query.model, -1),
+        )
+        limits = self._limits
+        for batch in shortlist(query.policy, known, limits.stale_after_s, limits.silent_after_s):
+            if len(batch) > 0:
+                yield known.ttft_s[batch[0]], [replicas.instances[i] for i in batch.tolist()]
 
     def _forecasts(
-        self,
-        query: Query,
-        candidates: Sequence[_Candidate],
-        predictions: Sequence[Prediction],
-        views: Sequence[_View],
-        now_s: float,
+        self, query: Query, candidates: Sequence[tuple[_Offer, Instance]], now_s: float
     ) -> list[Forecast]:
         """In order, without those that have fallen silent."""
-        forecasts = []
-        for candidate, prediction, view in zip(candidates, predictions, views, strict=True):
+        asked = np.array(
+            [
+                (
+                    instance.handle,
+                    offer.prompt_tokens,
+                    offer.output_tokens,
+                    offer.max_tokens,
+                    query.priority,
+                    now_s + instance.dispatch_delay.value,
+                    offer.prompt,
+                )
+                for offer, instance in candidates
+            ],
+            query_dtype,
+        )
+        rows = self.fleet.forecast(now_s, asked, list(query.prompts.values()))
+        views = map(_View._make, rows.tolist())
+        return [
+            self._forecast(query, offer, instance, view, now_s)
+            for (offer, instance), view in zip(candidates, views, strict=True)
             # nan without a snapshot: neither silent nor fresh.
-            if not view.age_s > self._limits.silent_after_s:
-                fresh = view.age_s <= self._limits.stale_after_s
-                forecasts.append(self._forecast(query, candidate, prediction, view, fresh, now_s))
-        if not forecasts:
-            raise NoCandidate(503, f"every instance of {query.model} has fallen silent")
-        return forecasts
+            if not view.age_s > self._limits.silent_after_s
+        ]
 
     def _forecast(
-        self,
-        query: Query,
-        candidate: _Candidate,
-        prediction: Prediction,
-        view: _View,
-        fresh: bool,
-        now_s: float,
+        self, query: Query, offer: _Offer, instance: Instance, view: _View, now_s: float
     ) -> Forecast:
-        instance, model = candidate.instance, candidate.instance.spec.model
         seen = Observation(
             spec=instance.spec,
-            prompt_tokens=candidate.prompt_tokens,
+            prompt_tokens=offer.prompt_tokens,
             arrival_qps=instance.arrivals.per_s(now_s),
             servable=view.status != _NEVER,
-            fresh=fresh,
+            fresh=view.age_s <= self._limits.stale_after_s,
             simulated=view.status == _OK,
             simulated_waiting_s=view.waiting_s,
             simulated_prefill_s=view.prefill_s,
@@ -151,39 +228,41 @@ class Router:
         expected = estimate(self._preferred, seen)
         compared = throughput(seen)
         # The engine counts from the query's arrival there, its caller from arrival at the ingress.
-        before_s = max(0.0, now_s - query.arrived_s) + instance.dispatch_delay.value
+        before_s = _since(query, now_s) + instance.dispatch_delay.value
         after_s = instance.return_delay.value
         waiting_s, prefill_s = before_s + expected.waiting_s, expected.prefill_s + after_s
-        cost_microusd = model.cost_microusd(seen.prompt_tokens, prediction.output_tokens)
         return Forecast(
             instance_id=instance.spec.instance_id,
-            model=model.name,
+            model=offer.replicas.model.name,
             estimator=expected.estimator,
-            prompt_tokens=seen.prompt_tokens,
+            prompt_tokens=offer.prompt_tokens,
+            cached_tokens=view.cached_tokens,
             ttft_s=waiting_s + prefill_s,
             waiting_s=waiting_s,
             prefill_s=prefill_s,
             throughput_ttft_s=before_s + compared.ttft_s + after_s if compared else math.nan,
-            quality=prediction.quality,
-            predicted_output_tokens=prediction.output_tokens,
-            prediction_source=prediction.source,
-            cost_microusd=cost_microusd,
-            utility=prediction.quality - query.cost_weight * cost_microusd,
+            quality=offer.prediction.quality,
+            predicted_output_tokens=offer.output_tokens,
+            prediction_source=offer.prediction.source,
+            cost_microusd=offer.cost_microusd,
+            utility=offer.utility,
             feasible=feasible(waiting_s + prefill_s, query.ttft_slo_s),
             snapshot_age_s=view.age_s,
             running=view.running,
             waiting=view.waiting,
         )
 
-    def _options(self, query: Query, forecasts: Sequence[Forecast]) -> Options:
-        return Options(
-            utility=[f.utility for f in forecasts],
-            ttft_s=[f.ttft_s for f in forecasts],
-            residents=[f.running + f.waiting for f in forecasts],
-            position=[self._instances[f.instance_id].position for f in forecasts],
-            ttft_slo_s=query.ttft_slo_s,
-            latency_weight=query.latency_weight,
-            last_position=self._last_positions.get(query.model, -1),
+    def _choose(self, query: Query, forecasts: Sequence[Forecast]) -> Choice:
+        return POLICIES[query.policy](
+            Options(
+                utility=[f.utility for f in forecasts],
+                ttft_s=[f.ttft_s for f in forecasts],
+                residents=[f.running + f.waiting for f in forecasts],
+                position=[self._instances[f.instance_id].position for f in forecasts],
+                ttft_slo_s=query.ttft_slo_s,
+                latency_weight=query.latency_weight,
+                last_position=self._last_positions.get(query.model, -1),
+            )
         )
 
     def _book(self, query: Query, chosen: Forecast, now_s: float) -> None:
@@ -195,8 +274,9 @@ class Router:
             now_s + instance.dispatch_delay.value,
             chosen.prompt_tokens,
             chosen.predicted_output_tokens,
-            _Candidate(instance, chosen.prompt_tokens).max_tokens(query),
+            _max_tokens(query, instance.context_tokens - chosen.prompt_tokens),
             query.priority,
+            query.prompts[instance.spec.model.tokenizer],
         )
         instance.arrivals.arrived(now_s)
         if query.policy == "round_robin":
@@ -227,9 +307,13 @@ class Router:
             if known is None:
                 sigma = self._models[spec.model.name].prior.output_sigma
                 handle = self.fleet.add(spec.scheduler, spec.batch_time, sigma)
-                known = _Instance(spec, handle, next(self._positions))
+                known = Instance(spec, handle, next(self._positions))
+                self._delays_s = np.vstack((self._delays_s, (0.0, 0.0)))
+                self._replicas = None
             elif known.spec.batch_time != spec.batch_time:
                 self.fleet.calibrate(known.handle, spec.batch_time)
+            if known.spec.model != spec.model:
+                self._replicas = None
             known.spec = spec
             self._instances[spec.instance_id] = known
             if snapshot_path is not None and snapshot_path != known.snapshot_path:
@@ -242,12 +326,19 @@ class Router:
             instance = self._instances.pop(instance_id, None)
             if instance is not None:
                 self.fleet.remove(instance.handle)
+                self._replicas = None
 
     def update_snapshot(self, instance_id: str, data: bytes) -> bool:
         """False for a snapshot no newer than the one held, or of an instance that has gone."""
         with self._lock:
             instance = self._instances.get(instance_id)
             return instance is not None and self.fleet.update(instance.handle, data)
+
+    def update_journal(self, instance_id: str, message: bytes) -> bool:
+        """False where a message before it is missing: one that begins anew is wanted."""
+        with self._lock:
+            instance = self._instances.get(instance_id)
+            return instance is None or self.fleet.update_journal(instance.handle, message)
 
     def observe_dispatch(self, instance_id: str, dispatch_s: float, return_s: float) -> None:
         """Delays from router to engine and from engine to ingress; later forecasts add them."""
@@ -257,41 +348,28 @@ class Router:
                 # Clocks of two nodes may disagree by more than a short delay.
                 instance.dispatch_delay.add(max(0.0, dispatch_s))
                 instance.return_delay.add(max(0.0, return_s))
+                delays_s = instance.dispatch_delay.value, instance.return_delay.value
+                self._delays_s[instance.handle] = delays_s
 
 
-@dataclass(slots=True)
-class _Instance:
-    """An instance and what the router has observed of it."""
+class _Offer:
+    """What a model's replicas would answer one query, whichever of them does."""
 
-    spec: InstanceSpec
-    handle: int
-    """In the fleet."""
-    position: int
-    snapshot_path: str | None = None
-    arrivals: ArrivalRate = field(default_factory=lambda: ArrivalRate(ARRIVAL_HORIZON_S))
-    dispatch_delay: RunningMean = field(default_factory=lambda: RunningMean(DELAY_WEIGHT))
-    return_delay: RunningMean = field(default_factory=lambda: RunningMean(DELAY_WEIGHT))
+    __slots__ = (
+        *("cost_microusd", "max_tokens", "output_tokens", "prediction", "prompt"),
+        *("prompt_tokens", "replicas", "utility"),
+    )
 
-    @property
-    def context_tokens(self) -> int:
-        scheduler = self.spec.scheduler
-        limits = scheduler.max_model_len, scheduler.kv_capacity_tokens
-        return min(self.spec.model.context_tokens, *limits)
-
-
-class _Candidate:
-    """An instance asked about one query."""
-
-    __slots__ = ("instance", "prompt_tokens", "room_tokens")
-
-    def __init__(self, instance: _Instance, prompt_tokens: int) -> None:
-        self.instance = instance
-        self.prompt_tokens = prompt_tokens
-        self.room_tokens = instance.context_tokens - prompt_tokens
-
-    def max_tokens(self, query: Query) -> int:
-        room = self.room_tokens
-        return room if query.max_tokens is None else min(query.max_tokens, room)
+    def __init__(self, query: Query, replicas: Replicas, prediction: Prediction) -> None:
+        room_tokens = replicas.room_tokens(query)
+        self.replicas = replicas
+        self.prediction = prediction
+        self.prompt = list(query.prompts).index(replicas.model.tokenizer)
+        self.prompt_tokens = replicas.context_tokens - room_tokens
+        self.max_tokens = _max_tokens(query, room_tokens)
+        self.output_tokens = min(prediction.output_tokens, self.max_tokens)
+        self.cost_microusd = replicas.model.cost_microusd(self.prompt_tokens, self.output_tokens)
+        self.utility = prediction.quality - query.cost_weight * self.cost_microusd
 
 
 class _View(NamedTuple):
@@ -308,33 +386,29 @@ class _View(NamedTuple):
     waiting: int
     booked: int
     queued_prefill_tokens: int
+    cached_tokens: int
 
 
 _OK, _NEVER = int(ForecastStatus.OK), int(ForecastStatus.NEVER)
 
 
-def _questions(
-    query: Query, candidates: Sequence[_Candidate], predictions: Sequence[Prediction], now_s: float
-) -> NDArray[Any]:
-    return np.array(
-        [
-            (
-                candidate.instance.handle,
-                candidate.prompt_tokens,
-                prediction.output_tokens,
-                candidate.max_tokens(query),
-                query.priority,
-                now_s + candidate.instance.dispatch_delay.value,
-            )
-            for candidate, prediction in zip(candidates, predictions, strict=True)
-        ],
-        dtype=query_dtype,
-    )
+def _max_tokens(query: Query, room_tokens: int) -> int:
+    return room_tokens if query.max_tokens is None else min(query.max_tokens, room_tokens)
 
 
-def _too_long(query: Query, roomiest: _Candidate) -> NoCandidate:
-    prompt_tokens, limit = roomiest.prompt_tokens, roomiest.instance.context_tokens
-    if roomiest.room_tokens < 1:
+def _since(query: Query, now_s: float) -> float:
+    """Seconds since the ingress had the query."""
+    return max(0.0, now_s - query.arrived_s)
+
+
+def _all_silent(query: Query) -> NoCandidate:
+    return NoCandidate(503, f"every instance of {query.model} has fallen silent")
+
+
+def _too_long(query: Query, roomiest: Replicas) -> NoCandidate:
+    limit, room_tokens = roomiest.context_tokens, roomiest.room_tokens(query)
+    prompt_tokens = limit - room_tokens
+    if room_tokens < 1:
         message = (
             f"the prompt has {prompt_tokens} tokens; the longest that {query.model} takes with an "
             f"answer of at least one is {limit - 1} (a context of {limit})"
@@ -343,6 +417,6 @@ def _too_long(query: Query, roomiest: _Candidate) -> NoCandidate:
     return NoCandidate(
         400,
         f"max_tokens is {query.max_tokens}; beside a prompt of {prompt_tokens} tokens "
-        f"{query.model} has room for at most {roomiest.room_tokens} (a context of {limit})",
+        f"{query.model} has room for at most {room_tokens} (a context of {limit})",
         "max_tokens",
     )

@@ -107,14 +107,19 @@ class Prediction:
     """Which predictor spoke: ``prior`` until one is trained."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Forecast:
-    """One candidate's promise for one query."""
+    """One candidate's promise for one query.
+
+    Not frozen: that would triple what making one costs, and a decision makes one per candidate.
+    """
 
     instance_id: str
     model: str
     estimator: Estimator
     prompt_tokens: int
+    cached_tokens: int
+    """Of the prompt, in the instance's prefix cache as far as that is known."""
     ttft_s: float
     """Router arrival to first token; inf where the instance can never serve the query."""
     waiting_s: float
@@ -136,9 +141,9 @@ class Forecast:
     waiting: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Decision:
-    """The candidates weighed and the one chosen."""
+    """The candidates forecast and the one chosen."""
 
     decision_id: str
     policy: str
@@ -152,6 +157,9 @@ class Decision:
     """One sentence."""
     decision_s: float
     """Wall time the decision took."""
+    pruned: int = 0
+    """Candidates besides that were not forecast: replicas that do not look as soon as those
+    forecast, and models whose utility could not have been chosen however soon."""
 
     @property
     def choice(self) -> Forecast:

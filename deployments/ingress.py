@@ -201,6 +201,7 @@ def _explained(decision: Decision) -> dict[str, Any]:
         "lambda": decision.cost_weight,
         "delta": decision.latency_weight,
         "decision_ms": _milliseconds(decision.decision_s),
+        "pruned": decision.pruned,
         "candidates": [_candidate(forecast) for forecast in decision.candidates],
     }
 
@@ -216,6 +217,7 @@ def _candidate(forecast: Forecast) -> dict[str, Any]:
         "throughput_ttft_ms": _milliseconds(forecast.throughput_ttft_s),
         "snapshot_age_ms": _milliseconds(forecast.snapshot_age_s),
         "prompt_tokens": forecast.prompt_tokens,
+        "cached_tokens": forecast.cached_tokens,
         "predicted_output_tokens": forecast.predicted_output_tokens,
         "quality": forecast.quality,
         "prediction_source": forecast.prediction_source,

@@ -100,13 +100,15 @@ class StatePublisher:
                 logger.exception("The scheduler's state could not be published; said once")
 
     def arrived(self, request: Request) -> None:
-        if self._journal is not None:
-            self._journal.arrived(request)
+        if self._journal is None or self._scheduler.requests.get(request.request_id) is not request:
+            return  # more input of a session that is there
+        self._journal.ended([request.request_id])  # another of that id may have just ended
+        self._journal.arrived(request)
 
     def scheduled(self, output: SchedulerOutput, scheduled_s: float) -> None:
         scheduler = self._scheduler
         if self._journal is not None:
-            self._journal.ended(output.finished_req_ids)
+            self._journal.ended(output.finished_req_ids - scheduler.requests.keys())
         self._state.scheduled(
             output,
             output.num_scheduled_tokens,

@@ -96,7 +96,7 @@ class QueryRouter:
         self._router = Router(settings, PriorPredictor(settings))
         self._instances: dict[str, InstanceReport] = {}
         self._node_id = node_id
-        self._feed = SnapshotFeed(self._deliver)
+        self._feed = SnapshotFeed(self._deliver, self._deliver_journal)
         self._metrics = RouterMetrics()
         folder = settings.router.records_dir
         self._records = None if folder is None else RecordWriter(folder)
@@ -370,6 +370,13 @@ class QueryRouter:
         except ValueError as error:
             # Of another version of the layout: the instance goes stale, and forecasts say so.
             logger.warning("snapshot of %s dropped: %s", instance_id, error)
+
+    def _deliver_journal(self, instance_id: str, message: bytes) -> bool:
+        try:
+            return self._router.update_journal(instance_id, message)
+        except ValueError as error:
+            logger.warning("KV journal of %s dropped: %s", instance_id, error)
+            return False
 
 
 @dataclass(slots=True)

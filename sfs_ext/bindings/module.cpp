@@ -22,6 +22,7 @@
 #include "sfs/segment.h"
 #include "sfs/snapshot.h"
 #include "state_writer.h"
+#include "virtual_engine.h"
 
 namespace py = pybind11;
 using namespace sfs;
@@ -34,6 +35,13 @@ using Array = py::array_t<T, py::array::c_style>;
 template <class T>
 std::span<const T> span_of(const Array<T>& array) {
   return {array.data(), static_cast<std::size_t>(array.size())};
+}
+
+template <class T>
+std::vector<std::span<const T>> spans_of(const std::vector<Array<T>>& arrays) {
+  std::vector<std::span<const T>> spans;
+  for (const auto& array : arrays) spans.push_back(span_of(array));
+  return spans;
 }
 
 template <class T>
@@ -75,6 +83,7 @@ void bind_dtypes(py::module_& m) {
                        priority, arrival_s, prompt);
   PYBIND11_NUMPY_DTYPE(CandidateForecast, instance, status, ttft_s, waiting_s, prefill_s, age_s,
                        batches, running, waiting, booked, queued_prefill_tokens, cached_tokens);
+  PYBIND11_NUMPY_DTYPE(CandidateLoad, ttft_s, age_s, running, waiting);
   PYBIND11_NUMPY_DTYPE(EngineEvent, id, tokens, finish, at_s);
   PYBIND11_NUMPY_DTYPE(KvEvent, value, block, kind);
   m.attr("HEARTBEAT_S") = heartbeat_s;
@@ -84,6 +93,7 @@ void bind_dtypes(py::module_& m) {
   m.attr("step_dtype") = py::dtype::of<StepRecord>();
   m.attr("query_dtype") = py::dtype::of<CandidateQuery>();
   m.attr("forecast_dtype") = py::dtype::of<CandidateForecast>();
+  m.attr("load_dtype") = py::dtype::of<CandidateLoad>();
   m.attr("event_dtype") = py::dtype::of<EngineEvent>();
   m.attr("kv_event_dtype") = py::dtype::of<KvEvent>();
 }
@@ -454,8 +464,7 @@ void bind_fleet(py::module_& m) {
             Array<CandidateForecast> forecasts(queries.size());
             const auto from = span_of(queries);
             const std::span<CandidateForecast> into(forecasts.mutable_data(), from.size());
-            std::vector<Prompt> token_ids;
-            for (const auto& prompt : prompts) token_ids.push_back(span_of(prompt));
+            const auto token_ids = spans_of(prompts);
             {
               const py::gil_scoped_release release;
               fleet.forecast(now_s, from, token_ids, into);
@@ -464,7 +473,19 @@ void bind_fleet(py::module_& m) {
           },
           py::arg("now_s"), py::arg("queries"), py::arg("prompts") = py::list(),
           "query_dtype[n] to forecast_dtype[n]; prompts: token ids that `prompt` of a query points "
-          "to. IndexError for an unknown instance.");
+          "to. IndexError for an unknown instance.")
+      .def(
+          "loads",
+          [](Fleet& fleet, double now_s, const Array<CandidateQuery>& queries,
+             const std::vector<Array<std::int32_t>>& prompts) {
+            Array<CandidateLoad> loads(queries.size());
+            const auto from = span_of(queries);
+            fleet.loads(now_s, from, spans_of(prompts), {loads.mutable_data(), from.size()});
+            return loads;
+          },
+          py::arg("now_s"), py::arg("queries"), py::arg("prompts") = py::list(),
+          "query_dtype[n] to load_dtype[n], as forecast, but a closed form in place of a "
+          "simulation.");
 }
 
 void bind_engine(py::module_& m) {
@@ -587,5 +608,6 @@ PYBIND11_MODULE(_core, m) {
   bind_state_writer(m);
   bind_fleet(m);
   bind_engine(m);
+  bind_virtual_engine(m);
   bind_replay(m);
 }

@@ -43,6 +43,16 @@ std::int32_t cached_tokens(const KvMirror& mirror, std::span<const BlockKey> key
   return static_cast<std::int32_t>(hits) * block_size;
 }
 
+// Of a query's own tokenizer; none where no prompts are given.
+Prompt prompt_of(const CandidateQuery& query, std::span<const Prompt> prompts) {
+  if (prompts.empty()) return {};
+  if (query.prompt < 0 || static_cast<std::size_t>(query.prompt) >= prompts.size())
+    throw std::invalid_argument("fleet: the query for instance " + std::to_string(query.instance) +
+                                " has prompt " + std::to_string(query.prompt) + " of " +
+                                std::to_string(prompts.size()));
+  return prompts[static_cast<std::size_t>(query.prompt)];
+}
+
 // Of one instance, waiting for the snapshots that they lead up to.
 constexpr std::size_t max_journal_messages = 4096;
 
@@ -143,6 +153,7 @@ void Fleet::book(std::int32_t number, const Arrival& arrival, Prompt prompt) {
   if (instance->snapshot.header.kv_journaled)
     booking.keys = block_keys(prompt, instance->snapshot.config.block_size);
   bookings.insert(later, std::move(booking));
+  instance->sum_bookings();
 }
 
 bool Fleet::unbook(std::int32_t number, std::uint64_t request_id) {
@@ -151,7 +162,10 @@ bool Fleet::unbook(std::int32_t number, std::uint64_t request_id) {
   const bool was_booked = std::erase_if(instance->bookings, [=](const Booking& booked) {
                             return booked.arrival.id == request_id;
                           }) > 0;
-  if (was_booked) instance->kept.valid = false;
+  if (was_booked) {
+    instance->kept.valid = false;
+    instance->sum_bookings();
+  }
   return was_booked;
 }
 
@@ -182,6 +196,14 @@ void Fleet::Instance::accept() {
   std::unordered_set<std::uint64_t> named;
   for (const Resident& resident : snapshot.residents) named.insert(resident.id);
   std::erase_if(bookings, [&](const Booking& booked) { return named.contains(booked.arrival.id); });
+  sum_bookings();
+}
+
+void Fleet::Instance::sum_bookings() {
+  booked = PromptsAhead{};
+  for (const Booking& booking : bookings)
+    booked.add(snapshot.config, booking.arrival.prompt_tokens, 0);
+  if (!bookings.empty()) booked.first_s = bookings.front().arrival.arrival_s;
 }
 
 // Brings the mirror to the snapshot. A journal that contradicts itself, or the snapshot, is not
@@ -214,6 +236,20 @@ void Fleet::Instance::restart() {
   }
   simulation.begin();
   kept.valid = false;
+  load = Load(simulation.loop);
+}
+
+std::shared_lock<std::shared_mutex> Fleet::Instance::read() {
+  std::shared_lock lock(mutex);
+  if (behind()) {
+    lock.unlock();
+    {
+      const std::unique_lock writing(mutex);
+      refresh();
+    }
+    lock.lock();
+  }
+  return lock;
 }
 
 bool Fleet::Instance::take_kept(double arrival_s, Simulation& into) {
@@ -249,30 +285,46 @@ void Fleet::forecast(double now_s, std::span<const CandidateQuery> queries,
                      std::span<const Prompt> prompts, std::span<CandidateForecast> into) {
   if (!is_time(now_s)) throw std::invalid_argument("fleet: now_s is no time");
   PromptKeys keys;
-  for (std::size_t i = 0; i < queries.size(); ++i) {
-    const auto prompt = static_cast<std::size_t>(queries[i].prompt);
-    if (!prompts.empty() && (queries[i].prompt < 0 || prompt >= prompts.size()))
-      throw std::invalid_argument("fleet: query " + std::to_string(i) + " has prompt " +
-                                  std::to_string(queries[i].prompt) + " of " +
-                                  std::to_string(prompts.size()));
+  for (std::size_t i = 0; i < queries.size(); ++i)
     into[i] = forecast_one(*at(queries[i].instance), now_s, queries[i],
-                           prompts.empty() ? Prompt{} : prompts[prompt], keys);
-  }
+                           prompt_of(queries[i], prompts), keys);
+}
+
+void Fleet::loads(double now_s, std::span<const CandidateQuery> queries,
+                  std::span<const Prompt> prompts, std::span<CandidateLoad> into) {
+  PromptKeys keys;
+  for (std::size_t i = 0; i < queries.size(); ++i)
+    into[i] =
+        load_one(*at(queries[i].instance), now_s, queries[i], prompt_of(queries[i], prompts), keys);
+}
+
+CandidateLoad Fleet::load_one(Instance& instance, double now_s, const CandidateQuery& query,
+                              Prompt prompt, PromptKeys& prompt_keys) {
+  const auto lock = instance.read();
+  const SchedulerConfig& config = instance.snapshot.config;
+  const SnapshotHeader& header = instance.snapshot.header;
+  const bool known = header.sequence > 0;
+  const double published_s = known ? header.published_s : now_s;
+  const std::int32_t cached =
+      instance.mirrored ? cached_tokens(*instance.mirror, prompt_keys.of(prompt, config.block_size),
+                                        query.prompt_tokens, config.block_size)
+                        : 0;
+  PromptsAhead booked = instance.booked;
+  booked.first_s -= published_s;
+  return {.ttft_s = instance.load.ttft_s(config, instance.batch_time, query.arrival_s - published_s,
+                                         query.prompt_tokens, cached, booked,
+                                         instance.reader ? now_s - published_s : 0.0),
+          .age_s = known ? now_s - published_s : std::numeric_limits<double>::quiet_NaN(),
+          .running = header.running,
+          .waiting = header.waiting + header.omitted +
+                     static_cast<std::int32_t>(instance.bookings.size())};
 }
 
 CandidateForecast Fleet::forecast_one(Instance& instance, double now_s, const CandidateQuery& query,
                                       Prompt prompt, PromptKeys& prompt_keys) {
   static thread_local Simulation simulation;
   static thread_local std::vector<Arrival> ahead;
-  std::shared_lock lock(instance.mutex);
-  if (instance.behind()) {
-    lock.unlock();
-    {
-      const std::unique_lock writing(instance.mutex);
-      instance.refresh();
-    }
-    lock.lock();
-  }
+  const auto lock = instance.read();
   const SnapshotHeader& header = instance.snapshot.header;
   CandidateForecast forecast{};
   forecast.instance = query.instance;

@@ -6,11 +6,15 @@ Workloads and traces have the format of ``sfs_ext.replay_workload``.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import tempfile
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # read when vLLM is imported
@@ -26,7 +30,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 EOS = 7
@@ -35,19 +39,25 @@ SPAN = 1_000_000
 """Token ids of one owner: more than any sequence is long."""
 
 
+def save_model_config(folder: Path, vocab_size: int = 4096) -> None:
+    """A small Qwen3: what vLLM has to know of a model, without weights or tokenizer."""
+    Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=40960,
+    ).save_pretrained(folder)
+
+
 @functools.cache
 def model_config(max_model_len: int) -> ModelConfig:
     with tempfile.TemporaryDirectory() as folder:
-        Qwen3Config(
-            architectures=["Qwen3ForCausalLM"],
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=40960,
-        ).save_pretrained(folder)
+        save_model_config(Path(folder))
         return ModelConfig(
             model=folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=max_model_len
         )
@@ -63,6 +73,7 @@ def make_scheduler(
         model_config=model_config(config["max_model_len"]),
         scheduler_config=SchedulerConfig(
             is_encoder_decoder=False,
+            max_num_active_seqs=config["max_num_active_seqs"] or None,
             **{
                 name: config[name]
                 for name in (
@@ -114,16 +125,36 @@ class Batch:
     end_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """What the engine found when it heard that a request's client had gone."""
+
+    request_id: str
+    state: str
+    """waiting, prefilling, decoding, preempted; ended: nothing was left to abort."""
+    batches: int
+    """In flight, the one just awaited among them."""
+    batches_with_it: int
+
+
 @dataclass
 class EngineLoop:
-    """Runs one workload to its end."""
+    """vLLM's engine core with its scheduler, on one workload: ``EngineCoreProc.run_busy_loop``.
+
+    Everything follows from the workload, so that a second loop comes to the same state at the same
+    pass: to see what one request more would meet there, stop another loop at that pass
+    (``run(passes)``), ``submit`` the request and run on.
+    """
 
     workload: dict[str, Any]
     scheduler: Scheduler
     on_schedule: Callable[[Batch], None] = lambda batch: None
     trace: list[list[Any]] = field(default_factory=list)
     token_times: dict[str, list[float]] = field(default_factory=dict)
+    aborts: list[Abort] = field(default_factory=list)
     in_flight: deque[Batch] = field(default_factory=deque)
+    engine_pass: int = 0
+    """Passes begun; where the clock counts passes, those that an idle engine skipped as well."""
     now_s: float = 0.0
     device_free_s: float = 0.0
 
@@ -132,39 +163,80 @@ class EngineLoop:
         self.depth = 2 if config["async_scheduling"] else 1
         self.time_model = config["time_model"]
         self.idle_sleep_s = config["idle_sleep"]
-        self.requests = {request["id"]: request for request in self.workload["requests"]}
-        self.owner = {request_id: i for i, request_id in enumerate(self.requests, start=1000)}
         self.hasher = None
         if config["enable_prefix_caching"]:
             init_none_hash(sha256)
             self.hasher = get_request_block_hasher(config["block_size"], sha256)
+        self.requests: dict[str, dict[str, Any]] = {}
+        self.owner: dict[str, int] = {}
+        self.arrivals: list[dict[str, Any]] = []
+        self.departures: list[dict[str, Any]] = []
+        for request in self.workload["requests"]:
+            self.submit(request)
 
-    def run(self) -> dict[str, Any]:
-        """The workload with its trace and token times."""
-        arrivals = deque(sorted(self.requests.values(), key=lambda request: request["arrival"]))
-        engine_pass = 0
-        while arrivals or self.busy:
-            if not self.busy:
-                engine_pass = max(engine_pass, arrivals[0]["arrival"])
-                if self.time_model:
-                    self.now_s = max(self.now_s, arrivals[0]["arrival"])
-            clock = self.now_s if self.time_model else engine_pass
-            while arrivals and arrivals[0]["arrival"] <= clock:
-                self.scheduler.add_request(self.request(arrivals.popleft()))
-            executed = self.step()
-            if self.time_model and not executed and self.scheduler.has_requests():
-                self.now_s += self.idle_sleep_s
-            engine_pass += 1
-            if len(self.trace) > MAX_PASSES:
-                raise RuntimeError(f"no end after {MAX_PASSES} steps; the last: {self.trace[-1]}")
+    def submit(self, request: dict[str, Any]) -> None:
+        """One request more; where its arrival has gone by, the next pass takes it."""
+        self.requests[request["id"]] = request
+        self.owner[request["id"]] = 1000 + len(self.owner)
+        insort(self.arrivals, request, key=itemgetter("arrival"))
+        if request.get("abort") is not None:
+            insort(self.departures, request, key=itemgetter("abort", "arrival"))
+
+    def run(self, passes: int | None = None) -> dict[str, Any]:
+        """To the end, or for at most ``passes``: the workload, its trace and token times."""
+        for _ in range(MAX_PASSES) if passes is None else range(passes):
+            if not self.arrivals and not self.busy:
+                break
+            self.advance()
+        else:
+            if passes is None:
+                raise RuntimeError(f"no end after {MAX_PASSES} passes; the last: {self.trace[-1]}")
         return self.workload | {"trace": self.trace, "token_times": self.token_times}
+
+    @property
+    def clock(self) -> float:
+        """What arrivals and aborts are due by."""
+        return self.now_s if self.time_model else self.engine_pass
 
     @property
     def busy(self) -> bool:
         return bool(self.in_flight) or self.scheduler.has_requests()
 
+    def advance(self) -> None:
+        """One pass: takes what has come, then steps."""
+        if not self.busy:
+            self.sleep_until(self.arrivals[0]["arrival"])
+        while self.arrivals and self.arrivals[0]["arrival"] <= self.clock:
+            self.scheduler.add_request(self.request(self.arrivals.pop(0)))
+        self.take_aborts(self.clock)
+        executed = self.step()
+        if self.time_model and not executed and self.scheduler.has_requests():
+            self.now_s += self.idle_sleep_s
+        self.engine_pass += 1
+
+    def sleep_until(self, arrival: float) -> None:
+        if self.time_model:
+            self.now_s = max(self.now_s, arrival)
+        else:
+            self.engine_pass = max(self.engine_pass, math.ceil(arrival))
+
+    def take_aborts(self, now: float) -> None:
+        """Those due by ``now``; the engine does not know requests it has not taken in yet."""
+        due = [r for r in self.departures if r["abort"] <= now and r not in self.arrivals]
+        for request in due:
+            self.departures.remove(request)
+            self.aborts.append(self.abort(request["id"]))
+
+    def abort(self, request_id: str) -> Abort:
+        request = self.scheduler.requests.get(request_id)
+        held = sum(request_id in batch.output.num_scheduled_tokens for batch in self.in_flight)
+        found = Abort(request_id, state_of(request), len(self.in_flight), held)
+        # One a call: of several, vLLM frees the blocks in the order of a set of strings, any order.
+        self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
+        return found
+
     def step(self) -> bool:
-        """One pass of vLLM's engine core; whether it scheduled any token."""
+        """``EngineCore.step`` and ``step_with_batch_queue``; whether any token was scheduled."""
         executed = False
         if self.scheduler.has_requests():
             batch = self.schedule()
@@ -173,6 +245,8 @@ class EngineLoop:
             room = len(self.in_flight) < self.depth
             if room and (executed or self.scheduler.has_requests()):
                 return executed
+        self.now_s = max(self.now_s, self.in_flight[0].end_s)
+        self.take_aborts(self.now_s if self.time_model else self.engine_pass + 0.5)
         self.update(self.in_flight.popleft())
         return executed
 
@@ -200,7 +274,6 @@ class EngineLoop:
         return scheduled
 
     def update(self, batch: Batch) -> None:
-        self.now_s = max(self.now_s, batch.end_s)
         outputs = self.scheduler.update_from_output(batch.output, self.sampled(batch))
         for output in outputs[0].outputs if 0 in outputs else ():
             self.token_times.setdefault(output.request_id, []).append(self.now_s)
@@ -255,3 +328,12 @@ class EngineLoop:
             priority=request["priority"],
             block_hasher=self.hasher,
         )
+
+
+def state_of(request: Request | None) -> str:
+    if request is None:
+        return "ended"
+    if request.status == RequestStatus.RUNNING:
+        unfinished = request.is_prefill_chunk or request.num_output_tokens == 0
+        return "prefilling" if unfinished else "decoding"
+    return "preempted" if request.status == RequestStatus.PREEMPTED else "waiting"

@@ -24,7 +24,7 @@ from deployments.publishing_scheduler import (
 )
 from sfs_ext import BatchTime, Fleet, ForecastStatus, Snapshot, SnapshotReader, query_dtype
 
-FORECASTS = int(os.environ.get("FORETOKEN_PARITY_FORECASTS", "150"))
+FORECASTS = int(os.environ.get("FORETOKEN_PARITY_FORECASTS", "100"))
 QUERY = "query"
 
 

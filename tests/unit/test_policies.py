@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from app.policies import (
     Options,
+    Policy,
     constrained,
     feasible,
     lagrangian,
@@ -85,6 +86,28 @@ def test_no_policy_picks_an_endless_wait_where_another_ends(o: Options) -> None:
     if min(o.ttft_s) < math.inf:
         for policy in (constrained, lagrangian, round_robin, shortest_queue, latency_agnostic):
             assert o.ttft_s[policy(o).index] < math.inf
+
+
+@given(any_options(), UTILITIES, TTFTS_S)
+def test_what_is_worth_less_than_the_least_utility_is_not_chosen(
+    o: Options, utility: float, ttft_s: float
+) -> None:
+    more = options([*o.utility, utility], [*o.ttft_s, ttft_s], None, o.ttft_slo_s, o.latency_weight)
+    for policy in (constrained, lagrangian, latency_agnostic):
+        choice = policy(o)
+        if utility < choice.least_utility:
+            assert policy(more).index == choice.index
+
+
+@pytest.mark.parametrize("policy", [round_robin, shortest_queue])
+def test_where_utility_has_no_say_any_may_be_chosen(policy: Policy) -> None:
+    assert policy(options([0.5, 0.9], [0.1, 0.2])).least_utility == -math.inf
+
+
+def test_ties_go_to_the_earlier_position() -> None:
+    tied = Options([0.5, 0.5], [0.1, 0.1], [1, 1], [7, 3], math.inf, 0.0, last_position=-1)
+    for policy in (constrained, lagrangian, latency_agnostic, shortest_queue, round_robin):
+        assert policy(tied).index == 1
 
 
 def test_round_robin_goes_round() -> None:

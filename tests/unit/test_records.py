@@ -16,6 +16,7 @@ def record(number: int = 0) -> DecisionRecord:
         model="small",
         estimator=Estimator.SFS,
         prompt_tokens=100,
+        cached_tokens=0,
         ttft_s=0.2,
         waiting_s=0.15,
         prefill_s=0.05,

@@ -8,6 +8,7 @@ import pytest
 
 from app.config import EmulatedEngineSettings, PoolSettings
 from app.estimators import throughput_rates
+from app.policies import POLICIES
 from app.prediction import PriorPredictor
 from app.router import NoCandidate, Router, _View
 from app.types import Estimator, InstanceSpec, Query
@@ -340,6 +341,17 @@ def test_instances_come_go_and_are_recalibrated(
     assert left.instance_id == "small-0"
 
 
+def test_a_model_may_be_repriced(
+    router: Router, pool: PoolSettings, engines: dict[str, Any], query: Ask
+) -> None:
+    before = router.route(query(model="small"), dry_run=True).choice
+    one = spec(pool, "small")
+    router.add_instance(replace(one, model=replace(one.model, price_in_usd_per_mtok=10.0)))
+    after = router.route(query(model="small"), dry_run=True).choice
+    assert after.cost_microusd - before.cost_microusd == pytest.approx(100 * 9.9)
+    assert after.utility < before.utility
+
+
 def test_an_instance_of_an_unknown_model_is_refused(router: Router, pool: PoolSettings) -> None:
     one = spec(pool, "small")
     with pytest.raises(ValueError, match="no model 'other'"):
@@ -362,8 +374,118 @@ def test_rows_of_the_core_are_read_by_their_names() -> None:
     assert _View._fields == forecast_dtype.names
     assert query_dtype.names == (
         *("instance", "prompt_tokens", "predicted_output_tokens"),
-        *("max_tokens", "priority", "arrival_s"),
+        *("max_tokens", "priority", "arrival_s", "prompt"),
     )
+
+
+@pytest.fixture
+def crowd(
+    router: Router, pool: PoolSettings, engine: Start, query: Ask
+) -> Callable[[Router], None]:
+    """Adds twelve replicas of each model to a router: with queues, and one silent, one unseen."""
+    published: dict[str, Any] = {}
+
+    def join(joined: Router) -> None:
+        for number in range(12):
+            for model in ("small", "large"):
+                one = spec(pool, model, number)
+                if number == 5:
+                    joined.add_instance(one)
+                    continue
+                if one.instance_id not in published:
+                    published[one.instance_id] = engine(one.scheduler)
+                    # Few long prompts or many short ones; the large model's are longer.
+                    waiting = 1 + 7 * number % 12
+                    prompt_tokens = (3000 if model == "large" else 2500) // waiting**2
+                    queue = tuple((key, prompt_tokens) for key in range(1, waiting + 1))
+                    at_s = NOW_S - 6 if number == 3 else NOW_S - 1e-3 * number
+                    published[one.instance_id].publish(at_s, queue)
+                joined.add_instance(one, published[one.instance_id].path)
+                if number % 2:
+                    joined.observe_dispatch(one.instance_id, 2e-3 * number, 2e-4)
+
+    return join
+
+
+@pytest.fixture
+def pruning(pool: PoolSettings, clock: Clock) -> Router:
+    """One that forecasts few at any size of the pool."""
+    return Router(pool, PriorPredictor(pool), clock, forecast_all=0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"prompt_tokens": 20},
+        {"ttft_slo_s": 0.05},
+        {"ttft_slo_s": 0.001, "latency_weight": 0.2},
+        {"prompt_tokens": 2000, "ttft_slo_s": 0.12, "latency_weight": 5.0},
+        {"model": "small", "max_tokens": 50},
+    ],
+)
+def test_pruning_keeps_the_choice(
+    router: Router,
+    pruning: Router,
+    crowd: Callable[[Router], None],
+    query: Ask,
+    policy: str,
+    asked: dict[str, Any],
+) -> None:
+    crowd(router)
+    crowd(pruning)
+    for _ in range(30):
+        one = query(policy=policy, **asked)
+        whole, few = router.route(one).choice, pruning.route(one).choice
+        assert (few.instance_id, few.ttft_s) == (whole.instance_id, whole.ttft_s)
+
+
+def test_a_pruned_decision_counts_what_it_left_out(
+    pruning: Router, crowd: Callable[[Router], None], query: Ask
+) -> None:
+    crowd(pruning)
+    decision = pruning.route(query(ttft_slo_s=0.2))
+    assert {f.model for f in decision.candidates} == {"large"}
+    assert decision.pruned == 24 - len(decision.candidates)
+    assert decision.reason.endswith(f"; {decision.pruned} more were not worth a forecast.")
+
+
+def test_no_model_worth_more_is_left_out(
+    pruning: Router, crowd: Callable[[Router], None], query: Ask
+) -> None:
+    crowd(pruning)
+    decision = pruning.route(query(ttft_slo_s=0.001))
+    assert {f.model for f in decision.candidates} == {"small", "large"}
+
+
+def test_a_small_pool_is_forecast_whole(router: Router, pool: PoolSettings, query: Ask) -> None:
+    for number in range(64):
+        router.add_instance(spec(pool, "small", number))
+    decision = router.route(query(), dry_run=True)
+    assert (len(decision.candidates), decision.pruned) == (64, 0)
+    router.add_instance(spec(pool, "large"))
+    assert router.route(query(), dry_run=True).pruned > 0
+
+
+def test_round_robin_goes_over_a_large_pool(
+    pruning: Router, crowd: Callable[[Router], None], query: Ask
+) -> None:
+    crowd(pruning)
+    turns = [pruning.route(query(policy="round_robin")).choice.instance_id for _ in range(44)]
+    assert len(set(turns)) == 22
+    assert turns[:22] == turns[22:]
+
+
+def test_a_large_pool_that_has_fallen_silent_is_an_outage(
+    pruning: Router, engines: dict[str, Any], pool: PoolSettings, clock: Clock, query: Ask
+) -> None:
+    for model in ("small", "large"):
+        pruning.add_instance(spec(pool, model), engines[f"{model}-0"].path)
+    clock.now_s += 6
+    with pytest.raises(NoCandidate, match="silent"):
+        pruning.route(query())
+    engines["small-0"].publish(clock.now_s)
+    assert pruning.route(query()).choice.instance_id == "small-0"
 
 
 def test_threads_may_route_at_once(router: Router, engines: dict[str, Any], query: Ask) -> None:

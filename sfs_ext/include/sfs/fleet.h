@@ -16,6 +16,7 @@
 #include "sfs/engine_state.h"
 #include "sfs/forecast.h"
 #include "sfs/kv_mirror.h"
+#include "sfs/load.h"
 #include "sfs/segment.h"
 #include "sfs/snapshot.h"
 
@@ -49,6 +50,14 @@ struct CandidateForecast {
 
 using Prompt = std::span<const std::int32_t>;  // token ids
 
+// What an instance's load says of a query without a forecast: see Load.
+struct CandidateLoad {
+  double ttft_s;  // from arrival_s; inf where the query can never be served
+  double age_s;   // of the snapshot; nan without one
+  std::int32_t running;
+  std::int32_t waiting;  // bookings included
+};
+
 // Thread-safe. Instances are numbered in the order in which they were added; numbers are not
 // reused. An unknown or removed number throws std::out_of_range.
 class Fleet {
@@ -79,6 +88,8 @@ class Fleet {
   // Without `prompts`, or where an instance keeps no KV journal, nothing is known to be cached.
   void forecast(double now_s, std::span<const CandidateQuery> queries,
                 std::span<const Prompt> prompts, std::span<CandidateForecast> into);
+  void loads(double now_s, std::span<const CandidateQuery> queries, std::span<const Prompt> prompts,
+             std::span<CandidateLoad> into);
 
  private:
   // A simulation good for any query that comes no earlier than the one it was kept from, as long
@@ -107,16 +118,21 @@ class Fleet {
     Simulation simulation;                 // at the snapshot's time
     std::int64_t queued_prefill_tokens = 0;
     std::vector<Booking> bookings;  // by arrival
+    Load load;                      // of the simulation
+    PromptsAhead booked;            // the bookings, summed
 
     std::shared_mutex mutex;  // all above: forecasts only read it
     Kept kept;
     std::mutex kept_mutex;
 
+    // Locks it for reading, at its newest.
+    std::shared_lock<std::shared_mutex> read();
     bool behind() const { return reader && reader->sequence() > snapshot.header.sequence; }
     void refresh();
     void accept();
     bool follow_journal();
     void restart();
+    void sum_bookings();
     bool take_kept(double arrival_s, Simulation& into);
   };
 
@@ -125,6 +141,8 @@ class Fleet {
   static CandidateForecast forecast_one(Instance& instance, double now_s,
                                         const CandidateQuery& query, Prompt prompt,
                                         PromptKeys& prompt_keys);
+  static CandidateLoad load_one(Instance& instance, double now_s, const CandidateQuery& query,
+                                Prompt prompt, PromptKeys& prompt_keys);
 
   Stepping stepping_;
   mutable std::shared_mutex mutex_;

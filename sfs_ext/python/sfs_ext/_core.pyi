@@ -15,6 +15,7 @@ snapshot_dtype: np.dtype[np.void]
 step_dtype: np.dtype[np.void]
 query_dtype: np.dtype[np.void]
 forecast_dtype: np.dtype[np.void]
+load_dtype: np.dtype[np.void]
 event_dtype: np.dtype[np.void]
 kv_event_dtype: np.dtype[np.void]
 
@@ -356,6 +357,15 @@ class Fleet:
         """query_dtype[n] to forecast_dtype[n]; prompts: token ids that ``prompt`` of a query points
         to. IndexError for an unknown instance."""
 
+    def loads(
+        self,
+        now_s: float,
+        queries: NDArray[np.void],
+        prompts: Sequence[NDArray[np.int32]] = ...,
+    ) -> NDArray[np.void]:
+        """query_dtype[n] to load_dtype[n], as forecast, but a closed form in place of a
+        simulation."""
+
 @final
 class EmulatedEngine:
     """The scheduler in real time, batch times from a model."""
@@ -386,6 +396,58 @@ class EmulatedEngine:
 
     def error(self) -> str | None: ...
     def stop(self) -> None: ...
+
+@final
+class VirtualEngine:
+    """The scheduler in virtual time, from 0 s on. Not thread-safe."""
+
+    def __init__(self, config: SchedulerConfig, batch_time: BatchTime) -> None: ...
+    def submit(
+        self,
+        request_id: int,
+        arrival_s: float,
+        prompt_token_ids: NDArray[np.int32],
+        output_tokens: int,
+        max_tokens: int,
+        predicted_output_tokens: float,
+        priority: int = 0,
+        answer_token_ids: NDArray[np.int32] | None = None,
+    ) -> None:
+        """For the first pass that begins at arrival_s or later.
+
+        Ends by EOS after output_tokens where that is below max_tokens. With answer_token_ids later
+        prompts that continue the answer hit its blocks. ValueError for a request that could never
+        run."""
+
+    def abort(self, request_id: int, at_s: float) -> None: ...
+    @property
+    def next_event_s(self) -> float:
+        """When a pass begins or results come next; inf: never."""
+
+    def step(self) -> NDArray[np.void]:
+        """The next event alone; event_dtype, one for each token that came with it."""
+
+    def run_until(self, until_s: float) -> NDArray[np.void]:
+        """All that happens before until_s; event_dtype, one for each token."""
+
+    def snapshot(self) -> Snapshot:
+        """As published last."""
+
+    def journal_message(self, after: int) -> bytes:
+        """A KvJournalMessage's: after `after` up to the snapshot's kv_position, or from 0.
+
+        RuntimeError without prefix caching."""
+
+    def __copy__(self) -> VirtualEngine:
+        """Goes its own way from here: what would happen if."""
+
+    @property
+    def admitted_prompt_tokens(self) -> int:
+        """Of all requests that have run, each counted once."""
+
+    @property
+    def prefix_hit_tokens(self) -> int:
+        """Of these, those found in the prefix cache."""
 
 def replay(
     config: SchedulerConfig,

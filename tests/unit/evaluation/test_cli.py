@@ -29,6 +29,7 @@ def record(
         model="small",
         estimator=estimator,
         prompt_tokens=7,
+        cached_tokens=0,
         ttft_s=predicted_s,
         waiting_s=0.0,
         prefill_s=predicted_s,
