@@ -44,8 +44,8 @@ test: $(VENV)/.deps-cpu $(VENV)/.deps-dev $(VENV)/.extension
 	$(BIN)/cmake --build build/cpp-address
 	$(BIN)/ctest --test-dir build/cpp-address --output-on-failure
 	$(BIN)/cmake -S tests/cpp -B build/cpp-thread -G Ninja -DSANITIZER=thread
-	$(BIN)/cmake --build build/cpp-thread --target segment_test emulated_engine_test
-	$(BIN)/ctest --test-dir build/cpp-thread --output-on-failure --tests-regex "segment|emulated_engine"
+	$(BIN)/cmake --build build/cpp-thread --target segment_test emulated_engine_test fleet_threads_test
+	$(BIN)/ctest --test-dir build/cpp-thread --output-on-failure --tests-regex "segment|emulated_engine|fleet_threads"
 	$(BIN)/python -m deployments.smollm2 build/models
 	$(BIN)/python -m pytest --benchmark-disable
 

@@ -18,6 +18,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -72,7 +73,7 @@ class StatePublisher:
         manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
         config = scheduler_config(scheduler)
         self._journal: KvJournal | None = None
-        if config.enable_prefix_caching:
+        if sees_every_block(scheduler):
             self._journal = KvJournal(manager, self._pool, lambda request: identity(request)[0])
         self._writer = SnapshotWriter(path, config, kv_journaled=self._journal is not None)
         self._state = StateWriter(
@@ -108,7 +109,8 @@ class StatePublisher:
     def scheduled(self, output: SchedulerOutput, scheduled_s: float) -> None:
         scheduler = self._scheduler
         if self._journal is not None:
-            self._journal.ended(output.finished_req_ids - scheduler.requests.keys())
+            alive = scheduler.requests  # an id can have come again
+            self._journal.ended(name for name in output.finished_req_ids if name not in alive)
         self._state.scheduled(
             output,
             output.num_scheduled_tokens,
@@ -148,6 +150,16 @@ def identity(request: Request) -> tuple[int, float]:
         digest = blake2b(request.request_id.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little"), 0.0
     return ours["request_key"], ours["predicted_output_tokens"]
+
+
+def sees_every_block(scheduler: Scheduler) -> bool:
+    """Whether ``KvJournal`` can follow: there are other caches, and other ways to change one."""
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    return (
+        scheduler.cache_config.enable_prefix_caching
+        and scheduler.connector is None
+        and [type(manager) for manager in managers] == [FullAttentionManager]
+    )
 
 
 def scheduler_config(scheduler: Scheduler) -> SchedulerConfig:

@@ -124,8 +124,11 @@ FirstToken forecast_first_token(Simulation& simulation, std::span<const Arrival>
       return arrived < ahead.size() ? ahead[arrived].arrival_s : never_s;
     };
     if (!loop.busy()) now_s = std::max(now_s, std::min(next_ahead_s(), arrival.arrival_s));
-    for (; arrived < ahead.size() && ahead[arrived].arrival_s <= now_s; ++arrived)
+    for (; arrived < ahead.size() && ahead[arrived].arrival_s <= now_s; ++arrived) {
+      if (!query.arrived() && arrival.arrival_s < ahead[arrived].arrival_s)
+        query.arrive(simulation, /*is_last=*/false);
       loop.scheduler.add(request_of(ahead[arrived]), ahead[arrived].keys);
+    }
     if (!query.arrived() && arrival.arrival_s <= now_s)
       query.arrive(simulation, arrived == ahead.size());
 

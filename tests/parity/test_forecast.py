@@ -46,7 +46,7 @@ class VirtualTime:
 
 
 def workload_of(random: Random, seed: int) -> dict[str, Any]:
-    """In virtual time, all lengths known, nobody leaves, nobody knows another's answer in advance."""
+    """In virtual time; all lengths known, nobody leaves, no answer known in advance."""
     workload = random_workload(seed)
     workload["config"]["time_model"] = random.choice(([5e-3, 1e-5], [2e-3, 4e-4]))
     scale_s = workload["config"]["time_model"][0]

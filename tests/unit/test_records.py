@@ -126,7 +126,7 @@ def test_what_cannot_be_written_is_kept(tmp_path: Path) -> None:
 def test_another_schema_version_is_refused(tmp_path: Path) -> None:
     table = SCHEMA.with_metadata({b"foretoken_schema_version": b"0"}).empty_table()
     pq.write_table(table, tmp_path / "old.parquet")
-    with pytest.raises(ValueError, match=r"old.parquet.*version 0; this reads 1"):
+    with pytest.raises(ValueError, match=r"old.parquet.*version 0; this reads 2"):
         read_records(tmp_path)
 
 
