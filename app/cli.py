@@ -1,4 +1,4 @@
-"""``foretoken``: load a server, and see how its forecasts did."""
+"""``foretoken``: load a server, see how its forecasts did, and study them in virtual time."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import asyncio
 import json
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 
-from app.evaluation import accuracy, live
+from app.config import PoolSettings, SettingsError, load_pool
+from app.evaluation import accuracy, length_error, live, multi_turn
 from app.records import DecisionRecord, read_records
 
 RECORDS_WAIT_S = 20.0
 """The server writes its newest records seconds after it made them."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+study = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(study, name="study", help="Emulated engines in virtual time: nothing to be started.")
 
 
 @app.command()
@@ -73,6 +76,92 @@ def show_accuracy(
 ) -> None:
     """Predicted against observed time to the first token, as a Markdown table."""
     _show_accuracy(read_records(records))
+
+
+Pool = Annotated[Path, typer.Option(exists=True, help="Settings with emulated engines.")]
+EMULATED_POOL = Path("configs/pools/emulated.yaml")
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Folder for a JSON file of the figures.")
+]
+
+
+@study.command("length-error")
+def study_length_error(
+    pool: Pool = EMULATED_POOL,
+    model: Annotated[str, typer.Option(help="Whose engine.")] = "qwen3-8b",
+    load: Annotated[
+        list[float] | None,
+        typer.Option(help="Share of the engine's capacity, repeatedly; default: 0.5 to 1.1."),
+    ] = None,
+    requests: Annotated[int, typer.Option(help="To measure, of each row.")] = 2_500,
+    seed: Annotated[int, typer.Option(help="Of arrivals, lengths and errors.")] = 1,
+    output: Output = None,
+) -> None:
+    """What errors in predicted output lengths do to forecasts, as a Markdown table."""
+    settings = _pool(pool)
+    try:
+        results = length_error.run(
+            settings,
+            length_error.LengthErrorStudy(
+                model=model,
+                loads=tuple(load or length_error.LOADS),
+                requests=requests,
+                warm_up=requests // 5,
+                seed=seed,
+            ),
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    _show(length_error.markdown(results), results.to_json(), output, "length_error.json")
+
+
+@study.command("multi-turn")
+def study_multi_turn(
+    pool: Pool = EMULATED_POOL,
+    model: Annotated[
+        list[str] | None, typer.Option(help="Who answers, repeatedly; default: qwen3-8b.")
+    ] = None,
+    replicas: Annotated[int, typer.Option(help="Of each model.")] = 4,
+    rate: Annotated[float, typer.Option(help="Chats that begin, a second.")] = 10.0,
+    chats: Annotated[int, typer.Option(help="How many.")] = 1_000,
+    tenants: Annotated[int, typer.Option(help="System prompts that chats share.")] = 8,
+    slo_ms: Annotated[float | None, typer.Option(help="TTFT target; default: the pool's.")] = None,
+    seed: Annotated[int, typer.Option(help="Of all that is said and when.")] = 1,
+    output: Output = None,
+) -> None:
+    """What routers gain from knowing what engines have cached, as a Markdown table."""
+    settings = _pool(pool)
+    try:
+        results = multi_turn.run(
+            settings,
+            multi_turn.MultiTurnStudy(
+                models=tuple(model or multi_turn.MODELS),
+                replicas=replicas,
+                chats_per_s=rate,
+                chats=chats,
+                tenants=tenants,
+                ttft_slo_ms=slo_ms,
+                seed=seed,
+            ),
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    _show(multi_turn.markdown(results), results.to_json(), output, "multi_turn.json")
+
+
+def _pool(path: Path) -> PoolSettings:
+    try:
+        return load_pool(path)
+    except SettingsError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _show(table: str, figures: dict[str, Any], folder: Path | None, name: str) -> None:
+    typer.echo(table)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(figures, indent=1, allow_nan=False) + "\n"
+        (folder / name).write_text(text)
 
 
 def _summary(results: live.Results) -> str:
