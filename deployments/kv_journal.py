@@ -47,7 +47,7 @@ class KvJournal:
         self.failure: Exception | None = None
         """What ended the journal, if anything did: from then on it tells nothing."""
         self._after(manager.add_local_computed_blocks, self._hit)
-        self._after(manager.allocate_new_blocks, self._allocated)
+        self._given(manager.allocate_new_blocks, self._allocated)
         self._before(manager.free, self._freed)
         self._after(pool.cache_full_blocks, self._cached)
         self._before(pool.reset_prefix_cache, self._resetting)
@@ -80,9 +80,8 @@ class KvJournal:
         self._events.extend((owner, block.block_id, TOUCH) for block in blocks)
 
     def _allocated(self, blocks: Sequence[Any], request_id: str, *rest: Any) -> None:
-        if blocks:
-            owner = self._requests[request_id].owner
-            self._events.extend((owner, block.block_id, TAKE) for block in blocks)
+        owner = self._requests[request_id].owner
+        self._events.extend((owner, block.block_id, TAKE) for block in blocks)
 
     def _freed(self, request_id: str) -> None:
         content = self._requests.get(request_id)
@@ -121,6 +120,17 @@ class KvJournal:
         def followed(*args: Any, **kwargs: Any) -> Any:
             result = call(*args, **kwargs)
             self._guarded(follow, result, *args, **kwargs)
+            return result
+
+        setattr(call.__self__, call.__name__, followed)
+
+    def _given(self, call: Any, follow: Callable[..., None]) -> None:
+        """As ``_after``, for a call in every step of every request that mostly returns nothing."""
+
+        def followed(*args: Any) -> Any:
+            result = call(*args)
+            if result:
+                self._guarded(follow, result, *args)
             return result
 
         setattr(call.__self__, call.__name__, followed)

@@ -129,7 +129,9 @@ std::int32_t likely_output_tokens(double predicted, double sigma, std::int32_t o
     length = std::exp(log_mean + sigma * upper_quantile(std::max(longer * chance, 1e-300)));
   }
   const double limit = std::numeric_limits<std::int32_t>::max() / 2;
-  return std::max(static_cast<std::int32_t>(std::min(std::ceil(length), limit)), outputs + 1);
+  // A sigma beyond all measure makes it no number.
+  return std::max(static_cast<std::int32_t>(length < limit ? std::ceil(length) : limit),
+                  outputs + 1);
 }
 
 double chance_of(std::uint64_t request_id) {

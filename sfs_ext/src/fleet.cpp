@@ -37,6 +37,7 @@ void hold_until(EngineLoop& loop, double now_s) {
 // Rule 11, as things are: the query may come to something else.
 std::int32_t cached_tokens(const KvMirror& mirror, std::span<const BlockKey> keys,
                            std::int32_t prompt_tokens, std::int32_t block_size) {
+  if (prompt_tokens < 1) return 0;
   const auto full_blocks = static_cast<std::size_t>((prompt_tokens - 1) / block_size);
   std::size_t hits = 0;
   while (hits < std::min(full_blocks, keys.size()) && mirror.find(keys[hits]) >= 0) ++hits;
@@ -264,17 +265,20 @@ class Fleet::PromptKeys {
  public:
   std::span<const BlockKey> of(Prompt prompt, std::int32_t block_size) {
     const auto same = [&](const Entry& entry) {
-      return entry.token_ids == prompt.data() && entry.block_size == block_size;
+      return entry.token_ids == prompt.data() && entry.tokens == prompt.size() &&
+             entry.block_size == block_size;
     };
     auto found = std::find_if(entries_.begin(), entries_.end(), same);
     if (found == entries_.end())
-      found = entries_.insert(found, {prompt.data(), block_size, block_keys(prompt, block_size)});
+      found = entries_.insert(
+          found, {prompt.data(), prompt.size(), block_size, block_keys(prompt, block_size)});
     return found->keys;
   }
 
  private:
   struct Entry {
     const std::int32_t* token_ids;
+    std::size_t tokens;
     std::int32_t block_size;
     std::vector<BlockKey> keys;
   };
@@ -292,10 +296,14 @@ void Fleet::forecast(double now_s, std::span<const CandidateQuery> queries,
 
 void Fleet::loads(double now_s, std::span<const CandidateQuery> queries,
                   std::span<const Prompt> prompts, std::span<CandidateLoad> into) {
+  if (!is_time(now_s)) throw std::invalid_argument("fleet: now_s is no time");
   PromptKeys keys;
-  for (std::size_t i = 0; i < queries.size(); ++i)
+  for (std::size_t i = 0; i < queries.size(); ++i) {
+    if (!is_time(queries[i].arrival_s))
+      throw std::invalid_argument("fleet: a query's arrival_s is no time");
     into[i] =
         load_one(*at(queries[i].instance), now_s, queries[i], prompt_of(queries[i], prompts), keys);
+  }
 }
 
 CandidateLoad Fleet::load_one(Instance& instance, double now_s, const CandidateQuery& query,

@@ -21,7 +21,7 @@ void PromptsAhead::add(const SchedulerConfig& config, std::int32_t known, std::i
   const BatchShape shape = prefill(known, computed);
   ++requests;
   tokens += shape.tokens;
-  attention += shape.prefill_attention;
+  attention += static_cast<double>(shape.prefill_attention);
   blocks += config.blocks_for(known) - config.blocks_for(computed);
 }
 
@@ -99,25 +99,27 @@ double Load::ttft_s(const SchedulerConfig& config, const BatchTime& batch_time, 
     if (decode_s == 0.0) return std::max(start_s, at_s);
     return start_s + std::ceil(std::max(0.0, at_s - pass_s) / decode_s) * decode_s;
   };
-  const auto seconds = [&](double batches, std::int64_t tokens, std::int64_t attention) {
+  const auto seconds = [&](double batches, std::int64_t tokens, double attention) {
     return batches * (running_ > 0 ? decode_s : batch_time.b0_s) +
-           batch_time.b1_s * static_cast<double>(tokens) +
-           batch_time.b3_s * static_cast<double>(attention);
+           batch_time.b1_s * static_cast<double>(tokens) + batch_time.b3_s * attention;
   };
   const std::int64_t budget = std::max(config.max_num_batched_tokens - running_, 1);
 
   const BatchShape own = prefill(prompt_tokens, cached_tokens);
+  const auto own_attention = static_cast<double>(own.prefill_attention);
   const std::int64_t own_batches = divide_up(own.tokens, budget);
   const double begin_s = batch_after(arrival_s);
   const double alone_s =
-      begin_s + seconds(static_cast<double>(own_batches), own.tokens, own.prefill_attention);
+      begin_s + seconds(static_cast<double>(own_batches), own.tokens, own_attention);
 
   const std::int64_t ahead_tokens = queue_.tokens + booked.tokens;
   const std::int64_t seats = queue_.requests + booked.requests + 1;
   // What runs takes blocks, too, until the query's turn has come.
   const double turn = static_cast<double>(divide_up(ahead_tokens, budget)) +
                       (decode_s > 0.0 ? std::ceil(begin_s / decode_s) : 0.0);
-  const auto grown = static_cast<std::int64_t>(running_ * turn / config.block_size);
+  constexpr double most_blocks = 1e15;  // as good as all there are
+  const auto grown =
+      static_cast<std::int64_t>(std::min(running_ * turn / config.block_size, most_blocks));
   const std::int64_t blocks = queue_.blocks + booked.blocks + grown +
                               config.blocks_for(prompt_tokens) - config.blocks_for(cached_tokens);
   const bool fits = seats <= config.max_running() - running_ && blocks <= free_blocks_;
@@ -127,11 +129,10 @@ double Load::ttft_s(const SchedulerConfig& config, const BatchTime& batch_time, 
   const std::int64_t batches = first_s < begin_s ? divide_up(ahead_tokens, budget) + own_batches
                                                  : divide_up(ahead_tokens + own.tokens, budget);
   const Wait wait = fits ? Wait{} : wait_for(config, seats, blocks);
-  const double behind_s =
-      first_s +
-      seconds(std::max(static_cast<double>(batches), wait.steps + static_cast<double>(own_batches)),
-              ahead_tokens + wait.recomputed_tokens + own.tokens,
-              queue_.attention + booked.attention + own.prefill_attention);
+  const double behind_s = first_s + seconds(std::max(static_cast<double>(batches),
+                                                     wait.steps + static_cast<double>(own_batches)),
+                                            ahead_tokens + wait.recomputed_tokens + own.tokens,
+                                            queue_.attention + booked.attention + own_attention);
   return std::max(alone_s, behind_s) - arrival_s;
 }
 

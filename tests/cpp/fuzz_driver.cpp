@@ -79,6 +79,9 @@ Bytes input_of(std::uint32_t round) {
 
 }  // namespace
 
+// By a signal, so that the round is named.
+extern "C" const char* __ubsan_default_options() { return "abort_on_error=1:print_stacktrace=1"; }
+
 // One allocation beyond all bounds is a failure, not a machine without memory.
 extern "C" const char* __asan_default_options() {
   return "max_allocation_size_mb=1024:hard_rss_limit_mb=2048";

@@ -18,7 +18,7 @@ struct PromptsAhead {
   double first_s = std::numeric_limits<double>::infinity();  // arrival of the first
   std::int64_t requests = 0;
   std::int64_t tokens = 0;
-  std::int64_t attention = 0;  // as BatchShape::prefill_attention
+  double attention = 0.0;  // as BatchShape::prefill_attention
   std::int64_t blocks = 0;
 
   // One with `computed` of its `known` tokens in the KV cache.
@@ -46,7 +46,7 @@ class Load {
   struct Ends {
     std::int64_t steps = 0;  // of all its requests
     std::int32_t requests = 0;
-    std::int32_t blocks = 0;  // held at the end
+    std::int64_t blocks = 0;  // held at the end
   };
   static constexpr std::size_t buckets = 64;
   static std::size_t bucket(std::uint32_t steps);
