@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from numpy.typing import NDArray
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
@@ -69,12 +68,13 @@ class StatePublisher:
     def __init__(self, scheduler: Scheduler, path: str, clock: Callable[[], float]) -> None:
         self.failures = 0
         self._scheduler = scheduler
-        self._pool = scheduler.kv_cache_manager.block_pool
+        pool = scheduler.kv_cache_manager.block_pool
+        self._free_blocks = pool.free_block_queue
         manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
         config = scheduler_config(scheduler)
         self._journal: KvJournal | None = None
         if sees_every_block(scheduler):
-            self._journal = KvJournal(manager, self._pool, lambda request: identity(request)[0])
+            self._journal = KvJournal(manager, pool, lambda request: identity(request)[0])
         self._writer = SnapshotWriter(path, config, kv_journaled=self._journal is not None)
         self._state = StateWriter(
             self._writer,
@@ -85,6 +85,7 @@ class StatePublisher:
             preempted=RequestStatus.PREEMPTED,
             identity=identity,
             clock=clock,
+            observer=None if self._journal is None else self._journal.observer,
         )
         self._closed = threading.Event()
         self.guarded(self._publish_idle)
@@ -108,7 +109,7 @@ class StatePublisher:
 
     def scheduled(self, output: SchedulerOutput, scheduled_s: float) -> None:
         scheduler = self._scheduler
-        if self._journal is not None:
+        if self._journal is not None and output.finished_req_ids:
             alive = scheduler.requests  # an id can have come again
             self._journal.ended(name for name in output.finished_req_ids if name not in alive)
         self._state.scheduled(
@@ -117,8 +118,7 @@ class StatePublisher:
             scheduler.running,
             scheduled_s,
             len(output.preempted_req_ids or ()),
-            self._pool.get_num_free_blocks(),
-            self._kv_events(),
+            self._free_blocks.num_free_blocks,
         )
 
     def done(self, output: SchedulerOutput, done_s: float) -> None:
@@ -131,10 +131,7 @@ class StatePublisher:
         self._state.close()
 
     def _publish_idle(self) -> None:
-        self._state.publish_idle(self._pool.get_num_free_blocks(), self._kv_events())
-
-    def _kv_events(self) -> NDArray[Any] | None:
-        return None if self._journal is None else self._journal.take_events()
+        self._state.publish_idle(self._free_blocks.num_free_blocks)
 
     def _restamp(self) -> None:
         """Until closed: a state that no step has changed is still the state."""

@@ -12,6 +12,7 @@
 #include <string_view>
 #include <system_error>
 
+#include "kv_observer.h"
 #include "sfs/block_keys.h"
 #include "sfs/emulated_engine.h"
 #include "sfs/engine_state.h"
@@ -605,6 +606,7 @@ PYBIND11_MODULE(_core, m) {
   bind_config(m);
   bind_kv_journal(m);
   bind_snapshots(m);
+  bind_kv_observer(m);
   bind_state_writer(m);
   bind_fleet(m);
   bind_engine(m);

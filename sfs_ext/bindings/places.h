@@ -21,10 +21,12 @@ class Places {
   std::optional<std::size_t> add(pybind11::handle request, RequestRecord* record);
 
   pybind11::handle request(std::size_t place) const { return now_[place].request; }
-  RequestRecord& record(std::size_t place, const Instance& request, const RequestReader& reader);
+  RequestRecord& record(std::size_t place, pybind11::handle request, const RequestReader& reader);
   std::size_t size() const { return now_.size(); }
 
  private:
+  void fetch(std::size_t former) const;
+
   struct Place {
     pybind11::object request;
     RequestRecord* record = nullptr;  // the request's own

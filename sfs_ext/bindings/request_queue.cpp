@@ -56,7 +56,7 @@ void RequestQueue::take_heap(const RequestReader& reader, const Visit& visit) {
       continue;
     }
     auto request = py::reinterpret_borrow<py::object>(item);
-    RequestRecord& record = reader.record(Instance(request));
+    RequestRecord& record = reader.record(request);
     lies.push_back({record.constants.priority, record.constants.arrival_s, request, &record});
   }
   lay_ = std::move(lies);

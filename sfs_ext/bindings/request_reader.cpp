@@ -17,24 +17,6 @@ void destroy_record(PyObject* capsule) {
 
 }  // namespace
 
-Instance::Instance(py::handle object)
-    : object_(object),
-      dict_(py::reinterpret_steal<py::object>(PyObject_GenericGetDict(object.ptr(), nullptr))) {
-  if (!dict_) PyErr_Clear();
-}
-
-py::object Instance::own(py::handle name) const {
-  if (!dict_) return {};
-  PyObject* value = PyDict_GetItemWithError(dict_.ptr(), name.ptr());
-  if (value == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
-  return py::reinterpret_borrow<py::object>(value);
-}
-
-py::object Instance::find(py::handle name) const {
-  if (py::object value = own(name)) return value;
-  return py::reinterpret_steal<py::object>(PyObject_GetAttr(object_.ptr(), name.ptr()));
-}
-
 Attribute::Attribute(const char* field, const py::dict& names)
     : field_(field), name_(py::object(names[field])) {
   PyUnicode_InternInPlace(&name_.ptr());
@@ -47,13 +29,21 @@ void Attribute::refuse() const {
   throw py::error_already_set();
 }
 
-py::object Attribute::of(const Instance& request) const {
-  py::object value = request.find(name_);
+py::object Attribute::find(py::handle request) const {
+  auto value = py::reinterpret_steal<py::object>(PyObject_GetAttr(request.ptr(), name_.ptr()));
+  if (value) return value;
+  if (PyErr_ExceptionMatches(PyExc_AttributeError) == 0) throw py::error_already_set();
+  PyErr_Clear();
+  return value;
+}
+
+py::object Attribute::of(py::handle request) const {
+  auto value = py::reinterpret_steal<py::object>(PyObject_GetAttr(request.ptr(), name_.ptr()));
   if (!value) refuse();
   return value;
 }
 
-std::int32_t Attribute::integer(const Instance& request) const {
+std::int32_t Attribute::integer(py::handle request) const {
   const py::object value = of(request);
   const long number = PyLong_AsLong(value.ptr());
   if (number == -1 && PyErr_Occurred() != nullptr) refuse();
@@ -65,19 +55,19 @@ std::int32_t Attribute::integer(const Instance& request) const {
   return static_cast<std::int32_t>(number);
 }
 
-double Attribute::real(const Instance& request) const {
+double Attribute::real(py::handle request) const {
   const double number = PyFloat_AsDouble(of(request).ptr());
   if (number == -1.0 && PyErr_Occurred() != nullptr) refuse();
   return number;
 }
 
-bool Attribute::truth(const Instance& request) const {
+bool Attribute::truth(py::handle request) const {
   const int truth = PyObject_IsTrue(of(request).ptr());
   if (truth < 0) refuse();
   return truth != 0;
 }
 
-py::object Attribute::of(const Instance& request, PyTypeObject& kind) const {
+py::object Attribute::of(py::handle request, PyTypeObject& kind) const {
   py::object value = of(request);
   if (!PyObject_TypeCheck(value.ptr(), &kind)) {
     PyErr_Format(PyExc_TypeError, "it is a %s, not a %s", Py_TYPE(value.ptr())->tp_name,
@@ -106,8 +96,8 @@ RequestReader::RequestReader(const py::dict& attributes, py::dict blocks, py::ob
       preempted_(std::move(preempted)),
       identity_(std::move(identity)) {}
 
-RequestRecord& RequestReader::record(const Instance& request) const {
-  if (const py::object capsule = request.own(record_.name())) {
+RequestRecord& RequestReader::record(py::handle request) const {
+  if (const py::object capsule = record_.find(request)) {
     void* record = PyCapsule_GetPointer(capsule.ptr(), record_capsule);
     if (record == nullptr) throw py::error_already_set();
     auto& known = *static_cast<RequestRecord*>(record);
@@ -121,12 +111,12 @@ RequestRecord& RequestReader::record(const Instance& request) const {
   read_constants(request, *record);
   const py::capsule capsule(record.get(), record_capsule, destroy_record);
   RequestRecord& kept = *record.release();
-  py::setattr(request.object(), record_.name(), capsule);
+  py::setattr(request, record_.name(), capsule);
   return kept;
 }
 
-void RequestReader::read_constants(const Instance& request, RequestRecord& record) const {
-  const auto identity = identity_(request.object()).cast<std::pair<std::uint64_t, double>>();
+void RequestReader::read_constants(py::handle request, RequestRecord& record) const {
+  const auto identity = identity_(request).cast<std::pair<std::uint64_t, double>>();
   record.constants.id = identity.first;
   record.constants.predicted_output_tokens = static_cast<float>(identity.second);
   record.constants.arrival_s = arrival_s_.real(request);
@@ -135,7 +125,7 @@ void RequestReader::read_constants(const Instance& request, RequestRecord& recor
   record.constants.priority = priority_.integer(request);
 }
 
-void RequestReader::read(const Instance& request, const RequestRecord& record,
+void RequestReader::read(py::handle request, const RequestRecord& record,
                          std::span<const std::uint64_t> batches, Resident& row) const {
   row.output_tokens = static_cast<std::int32_t>(PyList_GET_SIZE(record.output_token_ids.ptr()));
   row.computed_tokens = computed_tokens_.integer(request);
@@ -149,7 +139,7 @@ void RequestReader::read(const Instance& request, const RequestRecord& record,
   }
 }
 
-Status RequestReader::status_in_queue(const Instance& request) const {
+Status RequestReader::status_in_queue(py::handle request) const {
   return status_.of(request).is(preempted_) ? Status::preempted : Status::waiting;
 }
 

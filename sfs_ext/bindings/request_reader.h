@@ -34,31 +34,21 @@ struct alignas(64) RequestRecord {
   }
 };
 
-// An object. Attributes of its own are found without a detour by its class.
-class Instance {
- public:
-  explicit Instance(pybind11::handle object);
-
-  pybind11::handle object() const { return object_; }
-  pybind11::object own(pybind11::handle name) const;   // null if missing
-  pybind11::object find(pybind11::handle name) const;  // null, and an exception set, if missing
-
- private:
-  pybind11::handle object_;
-  pybind11::object dict_;
-};
-
+// Read as Python reads it: asking for an object's dictionary would have one made, and every later
+// read by anybody would be slower for it.
 class Attribute {
  public:
   // `names` maps `field` to the attribute's name. Throws KeyError.
   Attribute(const char* field, const pybind11::dict& names);
 
+  pybind11::object find(pybind11::handle request) const;  // null if missing
+
   // All throw a Python exception that says what is missing or of the wrong kind.
-  pybind11::object of(const Instance& request) const;
-  pybind11::object of(const Instance& request, PyTypeObject& kind) const;
-  std::int32_t integer(const Instance& request) const;
-  double real(const Instance& request) const;
-  bool truth(const Instance& request) const;
+  pybind11::object of(pybind11::handle request) const;
+  pybind11::object of(pybind11::handle request, PyTypeObject& kind) const;
+  std::int32_t integer(pybind11::handle request) const;
+  double real(pybind11::handle request) const;
+  bool truth(pybind11::handle request) const;
 
   pybind11::handle name() const { return name_; }
 
@@ -76,18 +66,18 @@ class RequestReader {
   RequestReader(const pybind11::dict& attributes, pybind11::dict blocks, pybind11::object preempted,
                 pybind11::function identity);
 
-  RequestRecord& record(const Instance& request) const;  // made at the first sight of it
+  RequestRecord& record(pybind11::handle request) const;  // made at the first sight of it
 
   // Fills in what changes. `row` has the constants; `batches`: numbers of those in flight, oldest
   // first.
-  void read(const Instance& request, const RequestRecord& record,
+  void read(pybind11::handle request, const RequestRecord& record,
             std::span<const std::uint64_t> batches, Resident& row) const;
 
-  Status status_in_queue(const Instance& request) const;
-  bool prefills(const Instance& request) const { return prefills_.truth(request); }
+  Status status_in_queue(pybind11::handle request) const;
+  bool prefills(pybind11::handle request) const { return prefills_.truth(request); }
 
  private:
-  void read_constants(const Instance& request, RequestRecord& record) const;
+  void read_constants(pybind11::handle request, RequestRecord& record) const;
   std::int32_t blocks(const RequestRecord& record) const;
 
   Attribute record_, request_id_, arrival_s_, prompt_tokens_, output_token_ids_, max_tokens_,

@@ -22,19 +22,21 @@ ResidentRows::ResidentRows(const py::sequence& queues, const py::object& heap) {
 void ResidentRows::restart_running(std::size_t count) {
   if (count > running_end_) {
     rows_.insert(rows_.begin(), count - running_end_, Resident{});
+    running_begin_ += count - running_end_;
     running_end_ = count;
   }
-  running_begin_ = running_end_ - count;
+  former_begin_ = std::exchange(running_begin_, running_end_ - count);
   running_.restart();
 }
 
-std::pair<RequestRecord&, Resident&> ResidentRows::add_running(const Instance& request,
+std::pair<RequestRecord&, Resident&> ResidentRows::add_running(py::handle request,
                                                                const RequestReader& reader) {
   const std::size_t place = running_.size();
-  running_.add(request.object(), nullptr);
+  const auto former = running_.add(request, nullptr);
   RequestRecord& record = running_.record(place, request, reader);
   Resident& row = rows_[running_begin_ + place];
-  row = record.constants;
+  if (!former || former_begin_ + *former != running_begin_ + place || record.resumable)
+    row = record.constants;
   row.status = static_cast<std::uint8_t>(Status::running);
   return {record, row};
 }
@@ -46,7 +48,7 @@ void ResidentRows::refresh_waiting(const RequestReader& reader,
     reorder_waiting(reader);
   std::vector<std::size_t> still_changing;
   for (const std::size_t i : changing_) {
-    const Instance request(waiting_.request(i));
+    const py::handle request = waiting_.request(i);
     RequestRecord& record = waiting_.record(i, request, reader);
     Resident& row = rows_[running_end_ + i];
     row = record.constants;

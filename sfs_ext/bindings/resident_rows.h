@@ -21,7 +21,7 @@ class ResidentRows {
 
   // Room for the rows of that many running requests, which are then added, each with its constants.
   void restart_running(std::size_t count);
-  std::pair<RequestRecord&, Resident&> add_running(const Instance& request,
+  std::pair<RequestRecord&, Resident&> add_running(pybind11::handle request,
                                                    const RequestReader& reader);
 
   // Brings the waiting ones up to date. `batches`: numbers of those in flight, oldest first.
@@ -42,6 +42,7 @@ class ResidentRows {
   Places running_, waiting_;
   std::vector<Resident> rows_;  // spare room, running rows up to running_end_, waiting rows
   std::size_t running_begin_ = 0, running_end_ = 0;
+  std::size_t former_begin_ = 0;  // where running rows began in the step before
   bool order_known_ = false;
   std::vector<std::size_t> changing_;  // waiting ones that are to be read at each step
 };

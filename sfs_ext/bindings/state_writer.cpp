@@ -37,8 +37,7 @@ std::int32_t tokens_of(const py::dict& tokens, const RequestRecord& record) {
 }  // namespace
 
 void StateWriter::scheduled(py::object output, const py::dict& tokens, const py::list& running,
-                            double scheduled_s, std::int32_t preempted, std::int32_t free_blocks,
-                            std::span<const KvEvent> kv_events) {
+                            double scheduled_s, std::int32_t preempted, std::int32_t free_blocks) {
   current_ = false;
   if (std::exchange(missed_, false)) rows_.forget();
   std::vector<std::uint64_t> numbers;
@@ -50,8 +49,7 @@ void StateWriter::scheduled(py::object output, const py::dict& tokens, const py:
   rows_.restart_running(count);
   std::size_t found = 0;
   for (std::size_t i = 0; i < count; ++i) {
-    const py::object held = running[i];
-    const Instance request(held);
+    const py::object request = running[i];
     auto [record, row] = rows_.add_running(request, reader_);
     const std::int32_t share = tokens_of(tokens, record);
     if (share > 0) record.join({batch.number, share, !reader_.prefills(request)});
@@ -73,7 +71,7 @@ void StateWriter::scheduled(py::object output, const py::dict& tokens, const py:
   batch.step.waiting = static_cast<std::int32_t>(rows_.waiting());
   batch.step.free_blocks = free_blocks;
   in_flight_.push_back(std::move(batch));
-  publish(free_blocks, kv_events);
+  publish(free_blocks);
 }
 
 double StateWriter::start_s(double scheduled_s) const {
@@ -100,12 +98,12 @@ bool StateWriter::done(py::handle output, double done_s, const py::list& running
   return !busy && in_flight_.empty();
 }
 
-void StateWriter::publish_idle(std::int32_t free_blocks, std::span<const KvEvent> kv_events) {
+void StateWriter::publish_idle(std::int32_t free_blocks) {
   rows_.forget();
-  publish(free_blocks, kv_events);
+  publish(free_blocks);
 }
 
-void StateWriter::publish(std::int32_t free_blocks, std::span<const KvEvent> kv_events) {
+void StateWriter::publish(std::int32_t free_blocks) {
   if (in_flight_.size() > max_in_flight)
     throw std::invalid_argument("more than " + std::to_string(max_in_flight) +
                                 " batches in flight");
@@ -121,9 +119,20 @@ void StateWriter::publish(std::int32_t free_blocks, std::span<const KvEvent> kv_
     return BatchInFlight{step.started_s, step.prefill_tokens + step.decode_requests,
                          step.decode_context_tokens, step.prefill_attention};
   });
-  if (!kv_events.empty()) writer_.append(kv_events);
+  append_kv_events();
   writer_.publish(published_, rows.data(), rows.size());
   current_ = true;
+}
+
+void StateWriter::append_kv_events() {
+  if (observer_ == nullptr) return;
+  if (observer_->failure()) {
+    const std::string why = *std::exchange(observer_, nullptr)->failure();
+    writer_.end_journal();
+    throw std::runtime_error("the KV journal ends here: " + why);
+  }
+  if (!observer_->events().empty()) writer_.append(observer_->events());
+  observer_->clear();
 }
 
 void StateWriter::restamp(double hang_s) {
@@ -148,17 +157,6 @@ void StateWriter::close() {
 
 }  // namespace sfs
 
-namespace {
-
-using KvEvents = std::optional<py::array_t<sfs::KvEvent, py::array::c_style>>;
-
-std::span<const sfs::KvEvent> span_of(const KvEvents& events) {
-  if (!events) return {};
-  return {events->data(), static_cast<std::size_t>(events->size())};
-}
-
-}  // namespace
-
 void bind_state_writer(py::module_& m) {
   using sfs::StateWriter;
   py::class_<StateWriter>(
@@ -166,40 +164,35 @@ void bind_state_writer(py::module_& m) {
       "Publishes the state of a scheduler written in Python, read off its objects after each step.")
       .def(py::init([](sfs::SnapshotWriter& writer, const py::dict& request_attributes,
                        py::dict blocks, const py::sequence& queues, const py::object& heap,
-                       py::object preempted, py::function identity, py::function clock) {
+                       py::object preempted, py::function identity, py::function clock,
+                       sfs::KvObserver* observer) {
              return std::make_unique<StateWriter>(
                  writer,
                  sfs::RequestReader(request_attributes, std::move(blocks), std::move(preempted),
                                     std::move(identity)),
-                 sfs::ResidentRows(queues, heap), std::move(clock));
+                 sfs::ResidentRows(queues, heap), std::move(clock), observer);
            }),
-           py::keep_alive<1, 2>(), py::arg("writer"), py::kw_only(), py::arg("request_attributes"),
-           py::arg("blocks"), py::arg("queues"), py::arg("heap"), py::arg("preempted"),
-           py::arg("identity"), py::arg("clock"),
+           py::keep_alive<1, 2>(), py::keep_alive<1, 10>(), py::arg("writer"), py::kw_only(),
+           py::arg("request_attributes"), py::arg("blocks"), py::arg("queues"), py::arg("heap"),
+           py::arg("preempted"), py::arg("identity"), py::arg("clock"), py::arg("observer"),
            "request_attributes: field to attribute. blocks: list by request id. queues: of waiting "
            "requests, deques, or keeping a heap in the list that is their attribute `heap`. "
            "preempted: that status. identity: request to its key and predicted output tokens. "
-           "clock: Unix time in seconds.")
+           "clock: Unix time in seconds. observer: of the KV journal, or None.")
       .def(
           "scheduled",
           [](StateWriter& writer, py::object output, const py::dict& tokens,
              const py::list& running, double scheduled_s, std::int32_t preempted,
-             std::int32_t free_blocks, const KvEvents& kv_events) {
+             std::int32_t free_blocks) {
             writer.scheduled(std::move(output), tokens, running, scheduled_s, preempted,
-                             free_blocks, span_of(kv_events));
+                             free_blocks);
           },
           py::arg("output"), py::arg("tokens"), py::arg("running"), py::arg("scheduled_s"),
-          py::arg("preempted"), py::arg("free_blocks"), py::arg("kv_events"),
-          "Publishes what a step leaves. tokens: by request id; output: names the step to done(); "
-          "kv_events: kv_event_dtype since the last call, None where no journal is kept.")
+          py::arg("preempted"), py::arg("free_blocks"),
+          "Publishes what a step leaves. tokens: by request id; output: names the step to done().")
       .def("done", &StateWriter::done, py::arg("output"), py::arg("done_s"), py::arg("running"),
            "Records the step; whether the engine is idle now. Nothing for a step without tokens.")
-      .def(
-          "publish_idle",
-          [](StateWriter& writer, std::int32_t free_blocks, const KvEvents& kv_events) {
-            writer.publish_idle(free_blocks, span_of(kv_events));
-          },
-          py::arg("free_blocks"), py::arg("kv_events"))
+      .def("publish_idle", &StateWriter::publish_idle, py::arg("free_blocks"))
       .def(
           "restamp", &StateWriter::restamp, py::arg("hang_s"),
           "Publishes a state again that no step has changed for HEARTBEAT_S, unless that is longer "

@@ -6,9 +6,9 @@
 #include <cstdint>
 #include <deque>
 #include <optional>
-#include <span>
 #include <vector>
 
+#include "kv_observer.h"
 #include "request_reader.h"
 #include "resident_rows.h"
 #include "sfs/segment.h"
@@ -20,25 +20,27 @@ namespace sfs {
 class StateWriter {
  public:
   // `clock` gives Unix time in seconds.
+  // `observer`: of the KV journal; null without one.
   StateWriter(SnapshotWriter& writer, RequestReader reader, ResidentRows rows,
-              pybind11::function clock)
+              pybind11::function clock, KvObserver* observer)
       : writer_(writer),
         reader_(std::move(reader)),
         rows_(std::move(rows)),
-        clock_(std::move(clock)) {}
+        clock_(std::move(clock)),
+        observer_(observer) {}
 
   // A step was scheduled: `tokens` by request id, of requests in `running`. `output` is what names
   // the step to `done`; an empty one takes its place in the pipeline, too. Throws, with nothing
   // published, if anything cannot be read.
   void scheduled(pybind11::object output, const pybind11::dict& tokens,
                  const pybind11::list& running, double scheduled_s, std::int32_t preempted,
-                 std::int32_t free_blocks, std::span<const KvEvent> kv_events);
+                 std::int32_t free_blocks);
 
   // Records the step, unless it was empty; nothing if it was not seen when scheduled. Whether the
   // engine is idle now: nobody is left and nothing under way.
   bool done(pybind11::handle output, double done_s, const pybind11::list& running);
 
-  void publish_idle(std::int32_t free_blocks, std::span<const KvEvent> kv_events);
+  void publish_idle(std::int32_t free_blocks);
 
   // A state that no step has changed for a heartbeat is still the state, up to `hang_s`.
   void restamp(double hang_s);
@@ -57,12 +59,14 @@ class StateWriter {
 
   double now_s() const { return clock_().cast<double>(); }
   double start_s(double scheduled_s) const;
-  void publish(std::int32_t free_blocks, std::span<const KvEvent> kv_events);
+  void publish(std::int32_t free_blocks);
+  void append_kv_events();
 
   SnapshotWriter& writer_;
   RequestReader reader_;
   ResidentRows rows_;
   pybind11::function clock_;
+  KvObserver* observer_;
   std::deque<Batch> in_flight_;
   std::uint64_t batches_ = 0;
   std::optional<double> busy_since_s_;

@@ -124,14 +124,22 @@ bool EmulatedEngine::take_submissions() {
     for (Submission& submission : submissions_)
       loop_.scheduler.add(submission.request, std::move(submission.keys));
     submissions_.clear();
-    const double now_s = unix_time_s();
-    for (const std::uint64_t id : aborts_)
-      if (loop_.scheduler.abort(id))
-        outgoing_.push_back({id, 0, static_cast<std::int32_t>(Finish::abort), now_s});
-    aborts_.clear();
+    take_aborts();
   }
   notify(outgoing_);
   return true;
+}
+
+// Rule 25.
+void EmulatedEngine::take_aborts() {
+  const double now_s = unix_time_s();
+  std::erase_if(aborts_, [&](std::uint64_t id) {
+    const auto is_to_come = [id](const Submission& other) { return other.request.id == id; };
+    if (std::ranges::any_of(submissions_, is_to_come)) return false;
+    if (loop_.scheduler.abort(id))
+      outgoing_.push_back({id, 0, static_cast<std::int32_t>(Finish::abort), now_s});
+    return true;
+  });
 }
 
 bool EmulatedEngine::wait_until(double at_s) {
@@ -166,9 +174,13 @@ void EmulatedEngine::complete_oldest() {
     writer_.record_step(step);
     previous_done_s_ = done_s;
   }
+  outgoing_.clear();
+  {
+    const std::lock_guard lock(mutex_);
+    take_aborts();
+  }
   tokens_.clear();
   loop_.complete_oldest(tokens_);
-  outgoing_.clear();
   for (const Token& token : tokens_)
     outgoing_.push_back(
         {token.request_id, token.outputs, static_cast<std::int32_t>(token.finish), done_s});

@@ -60,14 +60,16 @@ class KvJournalWriter {
   KvJournalWriter(KvRing ring, std::int32_t num_blocks)
       : ring_(ring), mirror_(num_blocks), next_checkpoint_(ring.events() / 2) {}
 
-  // Throws std::invalid_argument as KvMirror::apply does; it cannot go on then.
+  // Throws std::invalid_argument as KvMirror::apply does, for these events or some before them; it
+  // cannot go on then.
   void append(std::span<const KvEvent> events);
 
-  std::uint64_t position() const { return mirror_.position(); }
+  std::uint64_t position() const { return ring_.position(); }
 
  private:
   KvRing ring_;
   KvMirror mirror_;
+  std::vector<KvEvent> unmirrored_;  // appended, and not yet applied to the mirror
   std::uint64_t next_checkpoint_;
 };
 

@@ -193,6 +193,8 @@ void SnapshotWriter::append(std::span<const KvEvent> events) {
   }
 }
 
+void SnapshotWriter::end_journal() { journal_.reset(); }
+
 void SnapshotWriter::publish(SnapshotHeader header, const Resident* residents, std::size_t count) {
   if (mapping_.data() == nullptr) throw std::logic_error("snapshot writer: closed");
   SegmentLayout& layout = layout_of(mapping_);

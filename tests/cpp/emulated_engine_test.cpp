@@ -133,6 +133,21 @@ void an_abort_frees_the_slot() {
   for (const Resident& resident : snapshot.residents) CHECK(resident.id != 7);
 }
 
+// Rule 25: heard before the results of the batch under way, whose token nobody gets.
+void an_abort_drops_the_token_under_way(bool asynchronous) {
+  EmulatedEngine engine(config(asynchronous), {0.3, 0, 0, 0}, path());
+  submit(engine, 7, 100, 3000);
+  std::int32_t outputs = 0;
+  while (outputs == 0)
+    for (const EngineEvent& event : await_events(engine)) outputs = event.tokens;
+  engine.abort(7);
+  for (bool aborted = false; !aborted;)
+    for (const EngineEvent& event : await_events(engine)) {
+      CHECK(event.id == 7 && event.finish == static_cast<int>(Finish::abort));
+      aborted = true;
+    }
+}
+
 double now_s() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
@@ -213,6 +228,8 @@ int main() {
   every_token_arrives(true);
   batches_last_as_the_model_says();
   an_abort_frees_the_slot();
+  an_abort_drops_the_token_under_way(false);
+  an_abort_drops_the_token_under_way(true);
   a_long_batch_is_no_silence();
   impossible_requests_are_refused();
   the_journal_agrees_with_the_snapshots(false);

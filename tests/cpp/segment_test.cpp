@@ -327,8 +327,10 @@ void a_contradiction_ends_the_journal() {
   };
   writer.append(requests_computed(1, 10));
   CHECK(journaled());
-  CHECK(throws<std::invalid_argument>(
-      [&] { writer.append(std::vector<KvEvent>{{99, 1, KvEventKind::take}}); }));
+  CHECK(throws<std::invalid_argument>([&] {
+    writer.append(std::vector<KvEvent>{{99, 1, KvEventKind::take}});
+    writer.append(std::vector<KvEvent>(128, {98, 0, KvEventKind::want}));
+  }));
   CHECK(!journaled());
   writer.append(requests_computed(11, 12));
   CHECK(!journaled());

@@ -52,6 +52,7 @@ class EmulatedEngine {
   void run();
   void loop_until_stopped();
   bool take_submissions();       // false: stop
+  void take_aborts();            // of requests it knows; mutex_ is held
   bool wait_until(double at_s);  // restamps meanwhile; false: stop
   void complete_oldest();
   void publish();

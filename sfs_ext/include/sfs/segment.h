@@ -60,8 +60,10 @@ class SnapshotWriter {
 
   // What happened to the KV blocks since the last call, for the snapshot to be published next.
   // Throws std::logic_error where no journal is kept, std::invalid_argument for events that
-  // contradict each other: the journal ends there, later calls do nothing, snapshots say so.
+  // contradict each other, these or some before them: the journal ends there, later calls do
+  // nothing, snapshots say so.
   void append(std::span<const KvEvent> events);
+  void end_journal();
 
   // Fills in the sequence number and the journal's position; waiting residents beyond the
   // segment's room are counted only.

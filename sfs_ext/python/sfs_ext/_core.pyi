@@ -210,8 +210,8 @@ class SnapshotWriter:
     def append(self, events: NDArray[np.void]) -> None:
         """kv_event_dtype: what happened to the KV blocks, before the publish that shows it.
 
-        ValueError for events that contradict each other: the journal ends there, later calls do
-        nothing and snapshots say so. RuntimeError without a journal."""
+        ValueError for events that contradict each other, these or some before them: the journal
+        ends there, later calls do nothing and snapshots say so. RuntimeError without a journal."""
 
     def publish(
         self,
@@ -227,6 +227,43 @@ class SnapshotWriter:
 
     def close(self) -> None:
         """Unlinks the file."""
+
+@final
+class KvObserver:
+    """Notes what a KV cache written in Python does with its blocks, as events of a journal."""
+
+    def __init__(self, block_size: int) -> None: ...
+    def arrived(
+        self,
+        request_id: str,
+        owner: int,
+        token_ids: list[int] | None,
+        hashes: list[bytes],
+        prompt_tokens: int,
+    ) -> None:
+        """A request, named by ``owner`` in events; nothing for one that is there. Its full blocks'
+        keys are made of token_ids, or where that is None, of block hashes. Both lists grow in
+        place."""
+
+    def ended(self, request_id: str) -> None: ...
+    def reset(self, hashed: list[int]) -> None:
+        """The cache is emptied. hashed: the blocks with content, of which all are free."""
+
+    def following(
+        self, callable: Callable[..., Any], kind: str, wanted: list[tuple[int, str]]
+    ) -> Callable[..., Any]:
+        """A stand-in for a callable, which notes its calls. wanted: place and name of parameters.
+
+        kind: hit (request id, blocks), taken (request id; blocks are the result), released (request
+        id), filled (request, its blocks, full ones before, full ones now). A call that cannot be
+        read ends the journal, and is made all the same."""
+
+    @property
+    def failure(self) -> str | None:
+        """What ended the journal, if anything did: it tells nothing from then on."""
+
+    def take_events(self) -> NDArray[np.void]:
+        """kv_event_dtype, since the last call."""
 
 @final
 class StateWriter:
@@ -245,6 +282,7 @@ class StateWriter:
         preempted: object,
         identity: Callable[[Any], tuple[int, float]],
         clock: Callable[[], float],
+        observer: KvObserver | None,
     ) -> None:
         """request_attributes: names of the attributes of a request that give its request_id,
         arrival_s, prompt_tokens, output_token_ids (a list that grows in place), max_tokens,
@@ -252,7 +290,8 @@ class StateWriter:
         is to come) and resumable (what it asks for may change), and of one to keep its record in.
         blocks: list by request id. queues: of waiting requests, deques, or keeping a heap in the
         list that is their attribute ``heap``. preempted: that status. identity: maps a request to
-        its key and predicted output tokens. clock: Unix time in seconds."""
+        its key and predicted output tokens. clock: Unix time in seconds. observer: of the KV
+        journal, if one is kept."""
 
     def scheduled(
         self,
@@ -262,15 +301,15 @@ class StateWriter:
         scheduled_s: float,
         preempted: int,
         free_blocks: int,
-        kv_events: NDArray[np.void] | None,
     ) -> None:
-        """Publishes what a step leaves. tokens: by request id; output: names the step to done();
-        kv_events: kv_event_dtype since the last call, None where no journal is kept."""
+        """Publishes what a step leaves. tokens: by request id; output: names the step to done().
+
+        RuntimeError, once, if the journal has ended; snapshots from the next on say so."""
 
     def done(self, output: object, done_s: float, running: list[Any]) -> bool:
         """Records the step; whether the engine is idle now. Nothing for a step without tokens."""
 
-    def publish_idle(self, free_blocks: int, kv_events: NDArray[np.void] | None) -> None: ...
+    def publish_idle(self, free_blocks: int) -> None: ...
     def restamp(self, hang_s: float) -> None:
         """Publishes a state again that no step has changed for HEARTBEAT_S, unless that is longer
         than hang_s ago and it has residents: then the engine hangs."""

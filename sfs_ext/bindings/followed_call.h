@@ -1,0 +1,48 @@
+// A stand-in for a Python callable, which calls it and tells of the call. Followed calls come many
+// times a step, so it is a C function: one written in Python takes several times as long.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace sfs {
+
+// A parameter of a callable: callers give it by its place or by its name.
+struct Parameter {
+  std::size_t place;
+  std::string name;
+};
+
+class Call {
+ public:
+  Call(const std::vector<Parameter>& wanted, PyObject* const* arguments, std::size_t positional,
+       pybind11::handle names, pybind11::handle result)
+      : wanted_(wanted),
+        arguments_(arguments),
+        positional_(positional),
+        names_(names),
+        result_(result) {}
+
+  pybind11::handle operator[](std::size_t wanted) const;  // throws TypeError if it was not given
+  pybind11::handle result() const { return result_; }     // null before the call
+
+ private:
+  const std::vector<Parameter>& wanted_;
+  PyObject* const* arguments_;  // positional, then named ones
+  std::size_t positional_;
+  pybind11::handle names_;  // a tuple, or null
+  pybind11::handle result_;
+};
+
+enum class Moment { before, after, after_something };  // the last: if what it returns is true
+
+// `tell` gets a call with its `wanted` arguments, and must not throw.
+pybind11::object follow(const pybind11::object& callable, std::vector<Parameter> wanted,
+                        Moment moment, std::function<void(const Call&)> tell);
+
+}  // namespace sfs

@@ -1,0 +1,199 @@
+#include "kv_observer.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+namespace py = pybind11;
+
+namespace sfs {
+namespace {
+
+constexpr std::uint64_t nobody = 0;  // owns the blocks of a cache that is reset
+
+std::string_view text(py::handle str) {
+  Py_ssize_t size = 0;
+  const char* data = PyUnicode_AsUTF8AndSize(str.ptr(), &size);
+  if (data == nullptr) throw py::error_already_set();
+  return {data, static_cast<std::size_t>(size)};
+}
+
+std::int32_t integer(py::handle number) {
+  const long value = PyLong_AsLong(number.ptr());
+  if (value == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return static_cast<std::int32_t>(value);
+}
+
+py::object attribute(py::handle object, py::handle name) {
+  PyObject* value = PyObject_GetAttr(object.ptr(), name.ptr());
+  if (value == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(value);
+}
+
+// Borrowed; throws IndexError.
+py::handle item(py::handle list, std::size_t index) {
+  PyObject* found = PyList_GetItem(list.ptr(), static_cast<Py_ssize_t>(index));
+  if (found == nullptr) throw py::error_already_set();
+  return found;
+}
+
+}  // namespace
+
+void KvObserver::arrived(std::string request_id, std::uint64_t owner,
+                         std::optional<py::list> token_ids, py::list hashes,
+                         std::int32_t prompt_tokens) {
+  if (failure_) return;
+  const auto [request, is_new] = requests_.try_emplace(
+      std::move(request_id), Content{owner, std::move(token_ids), std::move(hashes), {}});
+  if (!is_new) return;
+  Content& content = request->second;
+  extend(content, static_cast<std::size_t>(prompt_tokens / block_size_));
+  events_.push_back({owner, 0, KvEventKind::want});
+  for (const BlockKey key : content.keys) events_.push_back({key, 0, KvEventKind::key});
+}
+
+void KvObserver::ended(std::string_view request_id) {
+  if (failure_) return;
+  const auto request = requests_.find(request_id);
+  if (request == requests_.end()) return;
+  events_.push_back({request->second.owner, 0, KvEventKind::forget});
+  requests_.erase(request);
+}
+
+void KvObserver::reset(const std::vector<std::int32_t>& hashed) {
+  if (failure_) return;
+  events_.push_back({nobody, 0, KvEventKind::want});
+  for (const std::int32_t block : hashed) events_.push_back({nobody, block, KvEventKind::take});
+  events_.push_back({nobody, 0, KvEventKind::release});
+  events_.push_back({nobody, 0, KvEventKind::forget});
+}
+
+py::object KvObserver::following(const py::object& callable, Kind kind,
+                                 std::vector<Parameter> wanted) {
+  constexpr std::size_t parameters[] = {2, 1, 1, 4};
+  if (wanted.size() != parameters[static_cast<std::size_t>(kind)])
+    throw std::invalid_argument("KV observer: a call to follow with " +
+                                std::to_string(wanted.size()) + " parameters");
+  const Moment moment = kind == Kind::released ? Moment::before
+                        : kind == Kind::taken  ? Moment::after_something
+                                               : Moment::after;
+  return follow(callable, std::move(wanted), moment,
+                [this, kind](const Call& call) { tell(kind, call); });
+}
+
+// A failure costs the router its view, and must not cost the engine.
+void KvObserver::tell(Kind kind, const Call& call) {
+  if (failure_) return;
+  try {
+    switch (kind) {
+      case Kind::hit:
+        return note_blocks(KvEventKind::touch, call[0], call[1]);
+      case Kind::taken:
+        return note_blocks(KvEventKind::take, call[0], call.result());
+      case Kind::released:
+        if (const auto request = requests_.find(text(call[0])); request != requests_.end())
+          events_.push_back({request->second.owner, 0, KvEventKind::release});
+        return;
+      case Kind::filled:
+        return note_filled(call);
+    }
+  } catch (const std::exception& failure) {
+    failure_ = failure.what();
+    events_.clear();
+    requests_.clear();
+  }
+}
+
+void KvObserver::note_blocks(KvEventKind kind, py::handle request_id, py::handle blocks) {
+  const std::uint64_t owner = content(request_id).owner;
+  for (const py::handle block : py::iter(blocks))
+    events_.push_back({owner, integer(attribute(block, block_id_)), kind});
+}
+
+void KvObserver::note_filled(const Call& call) {
+  const auto before = static_cast<std::size_t>(integer(call[2]));
+  const auto full = static_cast<std::size_t>(integer(call[3]));
+  Content& content = this->content(attribute(call[0], request_id_));
+  extend(content, full);
+  for (std::size_t i = before; i < full; ++i)
+    events_.push_back(
+        {content.keys[i], integer(attribute(item(call[1], i), block_id_)), KvEventKind::hash});
+}
+
+KvObserver::Content& KvObserver::content(py::handle request_id) {
+  const std::string_view name = text(request_id);
+  const auto found = requests_.find(name);
+  if (found == requests_.end())
+    throw std::out_of_range("request " + std::string(name) + " is unknown to the KV journal");
+  return found->second;
+}
+
+void KvObserver::extend(Content& content, std::size_t blocks) const {
+  const std::size_t known = content.keys.size();
+  if (blocks <= known) return;
+  if (!content.token_ids) {
+    for (std::size_t i = known; i < blocks; ++i) {
+      const std::string_view hash = item(content.hashes, i).cast<py::bytes>();
+      BlockKey key = 0;
+      std::memcpy(&key, hash.data(), std::min(sizeof key, hash.size()));
+      content.keys.push_back(key);
+    }
+    return;
+  }
+  const auto size = static_cast<std::size_t>(block_size_);
+  std::vector<std::int32_t> tokens;
+  tokens.reserve((blocks - known) * size);
+  for (std::size_t i = known * size; i < blocks * size; ++i)
+    tokens.push_back(integer(item(*content.token_ids, i)));
+  const auto more = block_keys(tokens, block_size_, known > 0 ? content.keys.back() : no_block);
+  content.keys.insert(content.keys.end(), more.begin(), more.end());
+}
+
+}  // namespace sfs
+
+void bind_kv_observer(py::module_& m) {
+  using sfs::KvObserver;
+  py::class_<KvObserver>(m, "KvObserver",
+                         "Notes what a KV cache written in Python does with its blocks.")
+      .def(py::init<std::int32_t>(), py::arg("block_size"))
+      .def("arrived", &KvObserver::arrived, py::arg("request_id"), py::arg("owner"),
+           py::arg("token_ids"), py::arg("hashes"), py::arg("prompt_tokens"),
+           "A request, named by `owner` in events. Its full blocks' keys are made of token_ids, or "
+           "where that is None, of block hashes, bytes. Both lists grow in place.")
+      .def("ended", &KvObserver::ended, py::arg("request_id"))
+      .def("reset", &KvObserver::reset, py::arg("hashed"),
+           "The cache is emptied. hashed: the blocks with content, of which all are free.")
+      .def(
+          "following",
+          [](KvObserver& observer, const py::object& callable, const std::string& kind,
+             const std::vector<std::pair<std::size_t, std::string>>& wanted) {
+            constexpr const char* names[] = {"hit", "taken", "released", "filled"};
+            const auto* const found = std::find(std::begin(names), std::end(names), kind);
+            if (found == std::end(names))
+              throw std::invalid_argument("KV observer: a call cannot mean " + kind);
+            std::vector<sfs::Parameter> parameters;
+            for (const auto& [place, name] : wanted) parameters.push_back({place, name});
+            return observer.following(callable,
+                                      static_cast<KvObserver::Kind>(found - std::begin(names)),
+                                      std::move(parameters));
+          },
+          py::keep_alive<0, 1>(), py::arg("callable"), py::arg("kind"), py::arg("wanted"),
+          "A stand-in for a callable, which notes its calls. wanted: place and name of parameters. "
+          "kind: hit (request id, blocks), taken (request id; blocks are the result), released "
+          "(request id), filled (request, its blocks, full ones before, full ones now).")
+      .def_property_readonly("failure", &KvObserver::failure,
+                             "What ended the journal, if anything did.")
+      .def(
+          "take_events",
+          [](KvObserver& observer) {
+            const auto events = observer.events();
+            py::array_t<sfs::KvEvent> array(static_cast<py::ssize_t>(events.size()));
+            std::copy(events.begin(), events.end(), array.mutable_data());
+            observer.clear();
+            return array;
+          },
+          "kv_event_dtype, since the last call.");
+}
