@@ -254,10 +254,30 @@ std::shared_lock<std::shared_mutex> Fleet::Instance::read() {
 }
 
 bool Fleet::Instance::take_kept(double arrival_s, Simulation& into) {
+  std::shared_ptr<const Simulation> simulation;
+  {
+    const std::lock_guard lock(kept_mutex);
+    if (!kept.valid || arrival_s < kept.earliest_arrival_s) return false;
+    simulation = kept.simulation;
+  }
+  into = *simulation;
   const std::lock_guard lock(kept_mutex);
-  if (!kept.valid || arrival_s < kept.earliest_arrival_s) return false;
-  into = kept.simulation;
+  simulation.reset();  // locked, so that whoever finds nobody holding it comes after this copy
   return true;
+}
+
+void Fleet::Instance::keep(const Simulation& simulation, double arrival_s) {
+  std::shared_ptr<Simulation> copy;
+  {
+    const std::lock_guard lock(kept_mutex);
+    if (kept.spare.use_count() == 1) copy = std::move(kept.spare);
+  }
+  if (copy == nullptr) copy = std::make_shared<Simulation>();
+  *copy = simulation;
+  const std::lock_guard lock(kept_mutex);
+  kept.spare = std::exchange(kept.simulation, std::move(copy));
+  kept.earliest_arrival_s = arrival_s;
+  kept.valid = true;
 }
 
 // The keys of a decision's prompts, each made once for all instances with blocks of one size.
@@ -377,10 +397,7 @@ CandidateForecast Fleet::forecast_one(Instance& instance, double now_s, const Ca
   if (held || !instance.take_kept(arrival.arrival_s, simulation)) simulation = instance.simulation;
   if (held) hold_until(simulation.loop, now_s - header.published_s);
   const KeepSimulation keep = [&](const Simulation& reached) {
-    const std::lock_guard kept_lock(instance.kept_mutex);
-    instance.kept.simulation = reached;
-    instance.kept.earliest_arrival_s = arrival.arrival_s;
-    instance.kept.valid = true;
+    instance.keep(reached, arrival.arrival_s);
   };
   const FirstToken first =
       forecast_first_token(simulation, ahead, arrival, held ? KeepSimulation{} : keep);

@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -86,6 +87,31 @@ def test_a_second_query(benchmark: BenchmarkFixture) -> None:
             benchmark, lambda: timed(fleet, anew=True), lambda: timed(fleet, anew=False)
         )
     benchmark.extra_info["forecast_repeat_saturated"] = costs[0] / costs[1]
+
+
+def test_two_threads(benchmark: BenchmarkFixture) -> None:
+    """How many times faster two threads forecast than one after the other does, on one instance."""
+    with published(CONFIG, *SATURATED) as path, ThreadPoolExecutor(2) as threads:
+        fleet = fleet_of(path)
+        queries = np.repeat(query(), 10 if benchmark.disabled else 2000)
+
+        def ask() -> np.ndarray:
+            return fleet.forecast(ASKED_S, queries)
+
+        def one_after_the_other() -> float:
+            began_s = time.perf_counter()
+            ask()
+            ask()
+            return time.perf_counter() - began_s
+
+        def at_once() -> float:
+            began_s = time.perf_counter()
+            first, second = threads.submit(ask), threads.submit(ask)
+            assert np.array_equal(first.result(), second.result())
+            return time.perf_counter() - began_s
+
+        costs = costs_s(benchmark, one_after_the_other, at_once)
+    benchmark.extra_info["forecast_two_threads"] = costs[0] / costs[1]
 
 
 def forecast_s(fleet: Fleet) -> float:

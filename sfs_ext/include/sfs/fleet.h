@@ -97,7 +97,8 @@ class Fleet {
   struct Kept {
     bool valid = false;
     double earliest_arrival_s = 0.0;  // since the snapshot
-    Simulation simulation;
+    std::shared_ptr<Simulation> simulation;
+    std::shared_ptr<Simulation> spare;  // the one before, whose memory the next one takes
   };
 
   struct Booking {
@@ -133,7 +134,9 @@ class Fleet {
     bool follow_journal();
     void restart();
     void sum_bookings();
+    // Both copy outside the lock, for many threads may forecast at once.
     bool take_kept(double arrival_s, Simulation& into);
+    void keep(const Simulation& simulation, double arrival_s);
   };
 
   std::shared_ptr<Instance> at(std::int32_t instance) const;
