@@ -54,6 +54,7 @@ _FORECAST = pa.struct(
         ("estimator", pa.string()),
         ("prompt_tokens", pa.int32()),
         ("cached_tokens", pa.int32()),
+        ("max_tokens", pa.int32()),
         ("ttft_s", pa.float64()),
         ("waiting_s", pa.float64()),
         ("prefill_s", pa.float64()),

@@ -136,8 +136,9 @@ class Router:
     def _weigh_likeliest(
         self, query: Query, offers: Sequence[_Offer], now_s: float
     ) -> tuple[list[Forecast], Choice]:
-        """The same choice from few forecasts: one model after the other by utility, until no
-        further one could be chosen, and of each those replicas whose loads look best."""
+        """From few forecasts, mostly the same choice (``tests/bench/test_route.py`` measures how
+        often): one model after the other by utility, until no further one could be chosen, and of
+        each those replicas whose loads look best."""
         forecasts: list[Forecast] = []
         choice = None
         for offer in sorted(offers, key=lambda offer: offer.utility, reverse=True):
@@ -237,6 +238,7 @@ class Router:
             estimator=expected.estimator,
             prompt_tokens=offer.prompt_tokens,
             cached_tokens=view.cached_tokens,
+            max_tokens=offer.max_tokens,
             ttft_s=waiting_s + prefill_s,
             waiting_s=waiting_s,
             prefill_s=prefill_s,
@@ -274,7 +276,7 @@ class Router:
             now_s + instance.dispatch_delay.value,
             chosen.prompt_tokens,
             chosen.predicted_output_tokens,
-            _max_tokens(query, instance.context_tokens - chosen.prompt_tokens),
+            chosen.max_tokens,
             query.priority,
             query.prompts[instance.spec.model.tokenizer],
         )
@@ -366,7 +368,8 @@ class _Offer:
         self.prediction = prediction
         self.prompt = list(query.prompts).index(replicas.model.tokenizer)
         self.prompt_tokens = replicas.context_tokens - room_tokens
-        self.max_tokens = _max_tokens(query, room_tokens)
+        asked_tokens = room_tokens if query.max_tokens is None else query.max_tokens
+        self.max_tokens = min(asked_tokens, room_tokens)
         self.output_tokens = min(prediction.output_tokens, self.max_tokens)
         self.cost_microusd = replicas.model.cost_microusd(self.prompt_tokens, self.output_tokens)
         self.utility = prediction.quality - query.cost_weight * self.cost_microusd
@@ -390,10 +393,6 @@ class _View(NamedTuple):
 
 
 _OK, _NEVER = int(ForecastStatus.OK), int(ForecastStatus.NEVER)
-
-
-def _max_tokens(query: Query, room_tokens: int) -> int:
-    return room_tokens if query.max_tokens is None else min(query.max_tokens, room_tokens)
 
 
 def _since(query: Query, now_s: float) -> float:

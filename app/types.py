@@ -120,6 +120,8 @@ class Forecast:
     prompt_tokens: int
     cached_tokens: int
     """Of the prompt, in the instance's prefix cache as far as that is known."""
+    max_tokens: int
+    """Of the answer: what was asked for, in the room that the instance has behind the prompt."""
     ttft_s: float
     """Router arrival to first token; inf where the instance can never serve the query."""
     waiting_s: float

@@ -303,7 +303,6 @@ class QueryRouter:
     ) -> EngineRequest:
         choice = decision.choice
         model = self._models[choice.model]
-        room_tokens = model.context_tokens - choice.prompt_tokens
         engine_body = {name: value for name, value in body.items() if name != "routing"}
         return EngineRequest(
             decision_id=query.decision_id,
@@ -311,7 +310,7 @@ class QueryRouter:
             endpoint=endpoint,
             body={**engine_body, "model": choice.model},
             prompt_token_ids=query.prompts[model.tokenizer],
-            max_tokens=min(_first(query.max_tokens, room_tokens), room_tokens),
+            max_tokens=choice.max_tokens,
             predicted_output_tokens=choice.predicted_output_tokens,
             priority=query.priority,
         )

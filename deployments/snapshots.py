@@ -26,7 +26,7 @@ WATCH_INTERVAL_MS = 2
 IDLE_INTERVAL_MS = 200
 """How soon a relay or feed notices that it is to stop."""
 ASK_INTERVAL_S = 1.0
-"""At most how often a feed asks for a checkpoint of one replica: it may be megabytes."""
+"""At most how often a feed asks for a checkpoint of one replica: it may be megabytes, and lost."""
 
 SNAPSHOT_TOPIC = b"FORESNAP"
 """How each snapshot's bytes begin: a conflated socket takes messages of one frame."""
@@ -210,22 +210,18 @@ class _JournalSubscription:
         deliver: Callable[[bytes], bool],
     ) -> None:
         self.socket = _subscription(context, endpoint, JOURNAL_TOPIC, newest=False)
+        self._topic = CHECKPOINT_TOPIC + uuid4().bytes
         self._deliver = deliver
         self._ask()
 
     def receive(self) -> None:
-        *addressed, message = self.socket.recv_multipart()
-        if addressed:
-            self._answered = True
-        if self._deliver(message) or not self._answered:
-            return
-        if time.monotonic() - self._asked_s >= ASK_INTERVAL_S:
-            self.socket.unsubscribe(self._topic)
+        *_, message = self.socket.recv_multipart()  # a checkpoint's topic comes before it
+        follows = self._deliver(message)
+        if not follows and time.monotonic() - self._asked_s >= ASK_INTERVAL_S:
             self._ask()
 
     def _ask(self) -> None:
-        self._topic = CHECKPOINT_TOPIC + uuid4().bytes
-        self._answered = False
+        # Again by the same topic: a late answer to an earlier asking still arrives.
         self._asked_s = time.monotonic()
         self.socket.subscribe(self._topic)
 

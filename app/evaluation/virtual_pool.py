@@ -145,13 +145,12 @@ class VirtualPool:
         choice = decision.choice
         instance = self._instances[choice.instance_id]
         answer = arrival.answers[choice.model]
-        room_tokens = instance.model.context_tokens - choice.prompt_tokens
         instance.engine.submit(
             request_id=query.request_key,
             arrival_s=self.now_s,
             prompt_token_ids=query.prompts[instance.model.tokenizer],
             output_tokens=len(answer),
-            max_tokens=min(query.max_tokens or room_tokens, room_tokens),
+            max_tokens=choice.max_tokens,
             predicted_output_tokens=choice.predicted_output_tokens,
             priority=query.priority,
             answer_token_ids=answer,

@@ -12,7 +12,7 @@ namespace {
 
 struct Followed {
   py::object function;
-  py::object self;  // of a method; else null
+  py::object self;  // a weak reference, of a method: it keeps the stand-in; else null
   std::vector<Parameter> wanted;
   Moment moment;
   std::function<void(const Call&)> tell;
@@ -31,7 +31,12 @@ PyObject* Followed::make(PyObject* const* arguments, std::size_t positional,
     PyErr_SetString(PyExc_TypeError, "a followed method with more than 15 arguments");
     return nullptr;
   }
-  room[0] = self.ptr();
+  const auto alive = py::reinterpret_borrow<py::object>(PyWeakref_GetObject(self.ptr()));
+  if (alive.is_none()) {
+    PyErr_SetString(PyExc_ReferenceError, "a followed method of an object that is gone");
+    return nullptr;
+  }
+  room[0] = alive.ptr();
   std::copy_n(arguments, count, room.begin() + 1);
   return PyObject_Vectorcall(function.ptr(), room.data(), positional + 1, names);
 }
@@ -47,7 +52,9 @@ PyObject* call(PyObject* self, PyObject* const* arguments, Py_ssize_t positional
   if (followed.moment == Moment::before) tell(nullptr);
   PyObject* result = followed.make(arguments, static_cast<std::size_t>(positional), names);
   if (result == nullptr || followed.moment == Moment::before) return result;
-  if (followed.moment == Moment::after || PyObject_IsTrue(result) == 1) tell(result);
+  const int is_something = followed.moment == Moment::after ? 1 : PyObject_IsTrue(result);
+  if (is_something < 0) PyErr_Clear();  // then it cannot be read, which ends the journal
+  if (is_something != 0) tell(result);
   return result;
 }
 
@@ -74,12 +81,11 @@ py::handle Call::operator[](std::size_t wanted) const {
 py::object follow(const py::object& callable, std::vector<Parameter> wanted, Moment moment,
                   std::function<void(const Call&)> tell) {
   const bool is_method = PyMethod_Check(callable.ptr()) != 0;
-  auto followed = std::make_unique<Followed>(
-      Followed{is_method ? py::reinterpret_borrow<py::object>(PyMethod_GET_FUNCTION(callable.ptr()))
-                         : callable,
-               is_method ? py::reinterpret_borrow<py::object>(PyMethod_GET_SELF(callable.ptr()))
-                         : py::object(),
-               std::move(wanted), moment, std::move(tell)});
+  auto followed = std::make_unique<Followed>(Followed{
+      is_method ? py::reinterpret_borrow<py::object>(PyMethod_GET_FUNCTION(callable.ptr()))
+                : callable,
+      is_method ? py::object(py::weakref(PyMethod_GET_SELF(callable.ptr()))) : py::object(),
+      std::move(wanted), moment, std::move(tell)});
   const py::capsule capsule(followed.get(), capsule_name, destroy);
   followed.release();
   auto function = py::reinterpret_steal<py::object>(PyCFunction_New(&definition, capsule.ptr()));

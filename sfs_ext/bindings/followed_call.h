@@ -4,9 +4,8 @@
 
 #include <pybind11/pybind11.h>
 
-#include <cstdint>
+#include <cstddef>
 #include <functional>
-#include <span>
 #include <string>
 #include <vector>
 

@@ -3,9 +3,12 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <utility>
+
+#include "integer.h"
 
 namespace py = pybind11;
 
@@ -19,12 +22,6 @@ std::string_view text(py::handle str) {
   const char* data = PyUnicode_AsUTF8AndSize(str.ptr(), &size);
   if (data == nullptr) throw py::error_already_set();
   return {data, static_cast<std::size_t>(size)};
-}
-
-std::int32_t integer(py::handle number) {
-  const long value = PyLong_AsLong(number.ptr());
-  if (value == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
-  return static_cast<std::int32_t>(value);
 }
 
 py::object attribute(py::handle object, py::handle name) {
@@ -45,14 +42,16 @@ py::handle item(py::handle list, std::size_t index) {
 void KvObserver::arrived(std::string request_id, std::uint64_t owner,
                          std::optional<py::list> token_ids, py::list hashes,
                          std::int32_t prompt_tokens) {
-  if (failure_) return;
-  const auto [request, is_new] = requests_.try_emplace(
-      std::move(request_id), Content{owner, std::move(token_ids), std::move(hashes), {}});
-  if (!is_new) return;
-  Content& content = request->second;
-  extend(content, static_cast<std::size_t>(prompt_tokens / block_size_));
+  if (failure_ || requests_.contains(request_id)) return;
+  Content content{owner, std::move(token_ids), std::move(hashes), {}};
+  try {
+    extend(content, static_cast<std::size_t>(prompt_tokens / block_size_));
+  } catch (const std::exception& failure) {
+    return fail(failure.what());
+  }
   events_.push_back({owner, 0, KvEventKind::want});
   for (const BlockKey key : content.keys) events_.push_back({key, 0, KvEventKind::key});
+  requests_.emplace(std::move(request_id), std::move(content));
 }
 
 void KvObserver::ended(std::string_view request_id) {
@@ -101,10 +100,14 @@ void KvObserver::tell(Kind kind, const Call& call) {
         return note_filled(call);
     }
   } catch (const std::exception& failure) {
-    failure_ = failure.what();
-    events_.clear();
-    requests_.clear();
+    fail(failure.what());
   }
+}
+
+void KvObserver::fail(std::string why) {
+  failure_ = std::move(why);
+  events_.clear();
+  requests_.clear();
 }
 
 void KvObserver::note_blocks(KvEventKind kind, py::handle request_id, py::handle blocks) {

@@ -40,6 +40,7 @@ class KvObserver {
 
   // What went wrong, if anything did: nothing is noted from then on.
   const std::optional<std::string>& failure() const { return failure_; }
+  void fail(std::string why);
 
   std::span<const KvEvent> events() const { return events_; }
   void clear() { events_.clear(); }

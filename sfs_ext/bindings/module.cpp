@@ -427,14 +427,18 @@ void bind_fleet(py::module_& m) {
       .def(
           "update",
           [](Fleet& fleet, std::int32_t instance, const py::bytes& snapshot) {
-            return fleet.update(instance, Snapshot::from_bytes(bytes_of(snapshot)));
+            const auto data = bytes_of(snapshot);
+            const py::gil_scoped_release release;
+            return fleet.update(instance, Snapshot::from_bytes(data));
           },
           py::arg("instance"), py::arg("snapshot"),
           "False if it is not newer than the one held; ValueError if it is not a snapshot.")
       .def(
           "update_journal",
           [](Fleet& fleet, std::int32_t instance, const py::bytes& message) {
-            return fleet.update_journal(instance, KvJournalMessage::from_bytes(bytes_of(message)));
+            const auto data = bytes_of(message);
+            const py::gil_scoped_release release;
+            return fleet.update_journal(instance, KvJournalMessage::from_bytes(data));
           },
           py::arg("instance"), py::arg("message"),
           "False if a message before it is missing; ValueError if it is not a journal message.")
@@ -481,7 +485,10 @@ void bind_fleet(py::module_& m) {
              const std::vector<Array<std::int32_t>>& prompts) {
             Array<CandidateLoad> loads(queries.size());
             const auto from = span_of(queries);
-            fleet.loads(now_s, from, spans_of(prompts), {loads.mutable_data(), from.size()});
+            const auto token_ids = spans_of(prompts);
+            const std::span<CandidateLoad> into(loads.mutable_data(), from.size());
+            const py::gil_scoped_release release;
+            fleet.loads(now_s, from, token_ids, into);
             return loads;
           },
           py::arg("now_s"), py::arg("queries"), py::arg("prompts") = py::list(),

@@ -1,8 +1,9 @@
 #include "request_reader.h"
 
-#include <limits>
 #include <memory>
 #include <string>
+
+#include "integer.h"
 
 namespace py = pybind11;
 
@@ -45,14 +46,9 @@ py::object Attribute::of(py::handle request) const {
 
 std::int32_t Attribute::integer(py::handle request) const {
   const py::object value = of(request);
-  const long number = PyLong_AsLong(value.ptr());
-  if (number == -1 && PyErr_Occurred() != nullptr) refuse();
-  using Limits = std::numeric_limits<std::int32_t>;
-  if (number < Limits::min() || number > Limits::max()) {
-    PyErr_SetString(PyExc_OverflowError, "it needs more than 32 bits");
-    refuse();
-  }
-  return static_cast<std::int32_t>(number);
+  const auto number = try_integer(value);
+  if (!number) refuse();
+  return *number;
 }
 
 double Attribute::real(py::handle request) const {

@@ -9,6 +9,8 @@
 #include <string>
 #include <utility>
 
+#include "integer.h"
+
 namespace py = pybind11;
 
 namespace sfs {
@@ -29,9 +31,8 @@ void add(StepRecord& step, const Resident& row, std::int64_t tokens) {
 
 std::int32_t tokens_of(const py::dict& tokens, const RequestRecord& record) {
   PyObject* value = PyDict_GetItemWithError(tokens.ptr(), record.request_id.ptr());
-  const long count = value != nullptr ? PyLong_AsLong(value) : 0;
-  if (count <= 0 && PyErr_Occurred() != nullptr) throw py::error_already_set();
-  return static_cast<std::int32_t>(count);
+  if (value == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return value != nullptr ? integer(value) : 0;
 }
 
 }  // namespace
@@ -107,9 +108,11 @@ void StateWriter::publish(std::int32_t free_blocks) {
   if (in_flight_.size() > max_in_flight)
     throw std::invalid_argument("more than " + std::to_string(max_in_flight) +
                                 " batches in flight");
+  current_ = false;
+  const double published_s = now_s();
   const auto rows = rows_.all();
   published_ = {};
-  published_.published_s = now_s();
+  published_.published_s = published_s;
   published_.free_blocks = free_blocks;
   published_.waiting = static_cast<std::int32_t>(rows_.waiting());
   published_.running = static_cast<std::int32_t>(rows.size()) - published_.waiting;
@@ -126,19 +129,22 @@ void StateWriter::publish(std::int32_t free_blocks) {
 
 void StateWriter::append_kv_events() {
   if (observer_ == nullptr) return;
-  if (observer_->failure()) {
-    const std::string why = *std::exchange(observer_, nullptr)->failure();
+  try {
+    if (observer_->failure()) throw std::runtime_error(*observer_->failure());
+    if (!observer_->events().empty()) writer_.append(observer_->events());
+    observer_->clear();
+  } catch (const std::exception& failure) {
     writer_.end_journal();
-    throw std::runtime_error("the KV journal ends here: " + why);
+    std::exchange(observer_, nullptr)->fail(failure.what());
+    throw std::runtime_error(std::string("the KV journal ends here: ") + failure.what());
   }
-  if (!observer_->events().empty()) writer_.append(observer_->events());
-  observer_->clear();
 }
 
 void StateWriter::restamp(double hang_s) {
+  const double restamped_s = now_s();
   if (!current_) return;
   SnapshotHeader header = published_;
-  header.published_s = now_s();
+  header.published_s = restamped_s;
   const auto rows = rows_.all();
   const double age_s = header.published_s - published_.published_s;
   if (age_s < heartbeat_s || (!rows.empty() && age_s > hang_s)) return;

@@ -15,8 +15,8 @@
 
 namespace sfs {
 
-// Every call holds the interpreter's lock, and what publishes runs no Python: a snapshot is whole
-// whichever thread publishes it.
+// Every call holds the interpreter's lock, and once the clock is read nothing that publishes runs
+// Python: a snapshot is whole whichever thread publishes it.
 class StateWriter {
  public:
   // `clock` gives Unix time in seconds.

@@ -35,17 +35,19 @@ EmulatedEngine::EmulatedEngine(const SchedulerConfig& config, const BatchTime& b
                                const std::string& snapshot_path)
     : loop_(config, batch_time),
       writer_(snapshot_path, config, max_residents, max_steps, config.enable_prefix_caching) {
-  event_fd_ = ::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-  if (event_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
   if (config.enable_prefix_caching) loop_.scheduler.record_to(&journal_);
   publish();
   thread_ = std::thread([this] { run(); });
 }
 
-EmulatedEngine::~EmulatedEngine() {
-  stop();
-  ::close(event_fd_);
+EmulatedEngine::~EmulatedEngine() { stop(); }
+
+EmulatedEngine::EventDescriptor::EventDescriptor()
+    : descriptor(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+  if (descriptor < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
 }
+
+EmulatedEngine::EventDescriptor::~EventDescriptor() { ::close(descriptor); }
 
 void EmulatedEngine::submit(Request request, std::span<const std::int32_t> prompt_token_ids) {
   const SchedulerConfig& config = loop_.scheduler.config();
@@ -69,7 +71,7 @@ void EmulatedEngine::abort(std::uint64_t request_id) {
 
 std::vector<EngineEvent> EmulatedEngine::take_events() {
   std::uint64_t count = 0;
-  [[maybe_unused]] const auto drained = ::read(event_fd_, &count, sizeof count);
+  [[maybe_unused]] const auto drained = ::read(event_.descriptor, &count, sizeof count);
   const std::lock_guard lock(mutex_);
   return std::exchange(events_, {});
 }
@@ -122,7 +124,7 @@ bool EmulatedEngine::take_submissions() {
       publish();
     if (stopping_) return false;
     for (Submission& submission : submissions_)
-      loop_.scheduler.add(submission.request, std::move(submission.keys));
+      loop_.scheduler.add(submission.request, submission.keys);
     submissions_.clear();
     take_aborts();
   }
@@ -203,7 +205,7 @@ void EmulatedEngine::notify(std::span<const EngineEvent> events) {
 
 void EmulatedEngine::signal() {
   const std::uint64_t one = 1;
-  [[maybe_unused]] const auto written = ::write(event_fd_, &one, sizeof one);
+  [[maybe_unused]] const auto written = ::write(event_.descriptor, &one, sizeof one);
 }
 
 }  // namespace sfs

@@ -151,7 +151,7 @@ void Fleet::book(std::int32_t number, const Arrival& arrival, Prompt prompt) {
       instance->snapshot.header.published_s + instance->kept.earliest_arrival_s;
   if (later != bookings.end() || arrival.arrival_s < kept_from_s) instance->kept.valid = false;
   Booking booking{arrival, {}};
-  if (instance->snapshot.header.kv_journaled)
+  if (instance->snapshot.config.enable_prefix_caching)
     booking.keys = block_keys(prompt, instance->snapshot.config.block_size);
   bookings.insert(later, std::move(booking));
   instance->sum_bookings();
@@ -233,6 +233,10 @@ void Fleet::Instance::restart() {
             mirrored ? &*mirror : nullptr);
   } catch (const std::invalid_argument&) {
     mirrored = false;
+    if (!reader) {  // then update_journal asks for a checkpoint
+      mirror.reset();
+      journal.clear();
+    }
     restore(snapshot, batch_time, length_sigma, simulation.loop, stepping);
   }
   simulation.begin();

@@ -52,7 +52,7 @@ class Query {
       begun_ = true;
       begun_s_ = simulation.loop.newest().start_s;
     }
-    stands_behind_ = stands_behind_ && scheduler.waiting().size() > 1;
+    stands_behind_ = stands_behind_ && !begun_ && scheduler.waiting().size() > 1;
     if (stands_behind_ && 8 * (scheduler.waiting().size() - 1) <= queue_ahead_) {
       queue_ahead_ = scheduler.waiting().size() - 1;
       scheduler.withdraw(slot_);

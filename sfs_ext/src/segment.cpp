@@ -93,6 +93,23 @@ class File {
   int descriptor_;
 };
 
+// Removes what was begun, unless it was finished.
+class Unfinished {
+ public:
+  explicit Unfinished(std::string path) : path_(std::move(path)) {}
+  ~Unfinished() {
+    const int error = errno;
+    if (!path_.empty()) ::unlink(path_.c_str());
+    errno = error;
+  }
+  Unfinished(const Unfinished&) = delete;
+  Unfinished& operator=(const Unfinished&) = delete;
+  void finished() { path_.clear(); }
+
+ private:
+  std::string path_;
+};
+
 std::byte* map(const File& file, std::size_t bytes, const std::string& path) {
   void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.descriptor(), 0);
   if (data == MAP_FAILED) fail("cannot map", path);
@@ -116,15 +133,14 @@ Mapping::~Mapping() {
 
 Mapping Mapping::create(const std::string& path, std::size_t bytes) {
   const File file(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC);
+  Unfinished unfinished(path);
   // Reserved now: a full /dev/shm is an error here, not a SIGBUS at the first write.
-  if (const int error = ::posix_fallocate(file.descriptor(), 0, static_cast<off_t>(bytes))) {
-    ::unlink(path.c_str());
-    errno = error;
-    fail("cannot reserve " + std::to_string(bytes) + " bytes for", path);
-  }
+  errno = ::posix_fallocate(file.descriptor(), 0, static_cast<off_t>(bytes));
+  if (errno != 0) fail("cannot reserve " + std::to_string(bytes) + " bytes for", path);
   Mapping mapping;
   mapping.data_ = map(file, bytes, path);
   mapping.size_ = bytes;
+  unfinished.finished();
   return mapping;
 }
 
@@ -154,6 +170,7 @@ SnapshotWriter::SnapshotWriter(std::string path, const SchedulerConfig& config,
   const std::string temporary = path_ + ".new-" + std::to_string(::getpid());
   mapping_ = Mapping::create(
       temporary, journal_offset(max_residents, max_steps) + KvRing::bytes_for(journal_events));
+  Unfinished unfinished(temporary);
   SegmentLayout& layout = layout_of(mapping_);
   std::memcpy(layout.magic, segment_magic, sizeof layout.magic);
   layout.layout = layout_version;
@@ -164,12 +181,8 @@ SnapshotWriter::SnapshotWriter(std::string path, const SchedulerConfig& config,
   layout.config = config;
   if (kv_journaled)
     journal_ = std::make_unique<KvJournalWriter>(journal_of(mapping_, room_), config.num_blocks);
-  if (::rename(temporary.c_str(), path_.c_str()) != 0) {
-    const int error = errno;
-    ::unlink(temporary.c_str());
-    errno = error;
-    fail("cannot create", path_);
-  }
+  if (::rename(temporary.c_str(), path_.c_str()) != 0) fail("cannot create", path_);
+  unfinished.finished();
 }
 
 SnapshotWriter::~SnapshotWriter() { close(); }

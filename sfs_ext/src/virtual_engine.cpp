@@ -27,6 +27,8 @@ void VirtualEngine::submit(Request request, std::span<const std::int32_t> prompt
   request.prompt_tokens = static_cast<std::int32_t>(prompt_token_ids.size());
   request.rank = next_rank_;
   Scheduler::check(config, request);
+  if (!is_time(request.arrival_s))
+    throw std::invalid_argument("virtual engine: a request's arrival_s is no time");
   ++next_rank_;
   Submission submission{request, {}};
   if (config.enable_prefix_caching) {
@@ -44,6 +46,7 @@ void VirtualEngine::submit(Request request, std::span<const std::int32_t> prompt
 }
 
 void VirtualEngine::abort(std::uint64_t request_id, double at_s) {
+  if (!is_time(at_s)) throw std::invalid_argument("virtual engine: an abort's at_s is no time");
   aborts_.emplace(at_s, request_id);
 }
 

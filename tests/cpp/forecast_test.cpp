@@ -3,6 +3,7 @@
 #include "sfs/forecast.h"
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <optional>
 #include <random>
@@ -12,6 +13,7 @@
 #include "check.h"
 #include "sfs/engine_loop.h"
 #include "sfs/engine_state.h"
+#include "sfs/fleet.h"
 #include "sfs/kv_mirror.h"
 
 using namespace sfs;
@@ -316,6 +318,66 @@ void chances_are_spread_evenly() {
   for (int i = 0; i < 4; ++i) CHECK(std::abs(below[i] - 800 * (i + 1)) < 120);
 }
 
+// Heads that wait for a token under way are stepped over (rule 10), so the query can run while they
+// wait: it is not behind them any more.
+void a_query_overtakes_stale_heads() {
+  constexpr double published_s = 1.7e9;
+  constexpr BatchTime batch_time{2e-3, 1e-5, 3e-8, 1e-9};
+  Snapshot snapshot;
+  snapshot.config.max_num_batched_tokens = 2048;
+  snapshot.config.max_num_seqs = 64;
+  snapshot.config.block_size = 16;
+  snapshot.config.num_blocks = 1000;
+  snapshot.config.max_model_len = 2048;
+  snapshot.config.enable_prefix_caching = false;
+  snapshot.config.async_scheduling = true;
+  for (std::uint64_t id = 1; id <= 12; ++id) {
+    Resident resident{};
+    resident.id = id;
+    resident.arrival_s = published_s - 1.0;
+    resident.prompt_tokens = 20;
+    resident.max_tokens = 100;
+    resident.predicted_output_tokens = 50.0F;
+    resident.status = static_cast<std::uint8_t>(Status::waiting);
+    if (id <= 2) {
+      resident.status = static_cast<std::uint8_t>(Status::preempted);
+      resident.output_tokens = 5;
+      resident.stale_tokens = 1;
+      resident.in_flight_tokens[1] = 1;
+      resident.in_flight_emits[1] = 1;
+    }
+    snapshot.residents.push_back(resident);
+  }
+  snapshot.header.sequence = 1;
+  snapshot.header.published_s = published_s;
+  snapshot.header.waiting = 12;
+  snapshot.header.free_blocks = 999;
+  snapshot.header.in_flight_batches = 2;
+  snapshot.header.in_flight[0] = {published_s, 2, 50, 0};
+  snapshot.header.in_flight[1] = {std::numeric_limits<double>::quiet_NaN(), 2, 50, 0};
+  Fleet fleet;
+  fleet.add(snapshot.config, batch_time, 0.0);
+  CHECK(fleet.update(0, snapshot));
+  const CandidateQuery query{.instance = 0,
+                             .prompt_tokens = 30,
+                             .predicted_output_tokens = 10.0,
+                             .max_tokens = 20,
+                             .priority = 0,
+                             .arrival_s = published_s,
+                             .prompt = -1};
+  CandidateForecast first{}, again{}, plainly{};
+  fleet.forecast(published_s, {&query, 1}, {}, {&first, 1});
+  fleet.forecast(published_s, {&query, 1}, {}, {&again, 1});
+  CHECK(first.status == static_cast<std::int32_t>(ForecastStatus::ok));
+  CHECK(first.batches == 2);  // the one that runs on, then the query's own
+  CHECK(again.ttft_s == first.ttft_s);
+  Fleet plain(Stepping::plain);
+  plain.add(snapshot.config, batch_time, 0.0);
+  CHECK(plain.update(0, snapshot));
+  plain.forecast(published_s, {&query, 1}, {}, {&plainly, 1});
+  CHECK(plainly.ttft_s == first.ttft_s);
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -326,6 +388,7 @@ int main(int count, char** arguments) {
   CHECK(compared > 1000);
   std::printf("%d taken up from a kept simulation\n", resumed);
   CHECK(resumed > 100);
+  a_query_overtakes_stale_heads();
   impossible_prompts_are_never_served();
   every_simulation_is_bounded();
   outlived_predictions_get_a_conditional_length();

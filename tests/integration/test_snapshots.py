@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import zmq
 from numpy.typing import NDArray
 
 from deployments import snapshots
@@ -321,6 +323,33 @@ def test_a_gap_is_closed_by_a_checkpoint(
     journals.await_computed("a", 11)
     replicas[0].compute(1)
     journals.await_computed("a", 12)
+
+
+def test_a_lost_checkpoint_is_asked_for_again(
+    replicas: list[Replica],
+    journal_feed: SnapshotFeed,
+    journals: Journals,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lost = threading.Event()
+    send = zmq.Socket.send_multipart
+
+    def lose_first(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
+        if lost.is_set():
+            send(socket, frames)
+        lost.set()
+
+    monkeypatch.setattr(snapshots, "ASK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(zmq.Socket, "send_multipart", lose_first)
+    replicas[0].compute(10)
+    journal_feed.subscribe("a", replicas[0].relay.endpoint)
+    assert lost.wait(timeout=5)
+    replicas[0].compute(1)
+    _, increment, follows = journals.messages.get(timeout=5)
+    assert (increment.from_position, follows) == (60, False)
+    _, checkpoint, follows = journals.messages.get(timeout=5)
+    assert (checkpoint.from_position, checkpoint.to_position, follows) == (0, 66, True)
+    journals.await_computed("a", 11)
 
 
 def test_a_relay_overtaken_by_its_engine_begins_anew(

@@ -160,3 +160,14 @@ def test_unbooking_restores_what_booking_changed(
         assert fleet.unbook(0, key)
     assert not fleet.unbook(0, 1000)
     assert fleet.forecast(NOW_S, ask(0)) == before
+
+
+def test_a_writer_that_cannot_be_made_leaves_no_file(tmp_path: Path) -> None:
+    huge = SchedulerConfig(
+        max_num_batched_tokens=64, max_num_seqs=4, block_size=8, num_blocks=2**24 + 1,
+        max_model_len=256,
+    )  # fmt: skip
+    for _ in range(2):
+        with pytest.raises(ValueError, match="16777217 blocks"):
+            SnapshotWriter(str(tmp_path / "snapshot"), huge, kv_journaled=True)
+    assert list(tmp_path.iterdir()) == []

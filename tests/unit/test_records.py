@@ -17,6 +17,7 @@ def record(number: int = 0) -> DecisionRecord:
         estimator=Estimator.SFS,
         prompt_tokens=100,
         cached_tokens=0,
+        max_tokens=100,
         ttft_s=0.2,
         waiting_s=0.15,
         prefill_s=0.05,

@@ -334,3 +334,12 @@ def test_what_could_never_run_is_refused() -> None:
     with pytest.raises(ValueError, match="can never be admitted"):
         submit(engine, 1, item(0.0, 256, 1))
     assert engine.next_event_s == math.inf
+
+
+def test_times_that_are_none_are_refused() -> None:
+    engine = VirtualEngine(config(), BATCH_TIME)
+    with pytest.raises(ValueError, match="arrival_s is no time"):
+        submit(engine, 1, item(math.nan, 10, 2))
+    with pytest.raises(ValueError, match="at_s is no time"):
+        engine.abort(1, math.nan)
+    assert math.isinf(engine.next_event_s)

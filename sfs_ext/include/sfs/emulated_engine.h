@@ -37,7 +37,7 @@ class EmulatedEngine {
   void submit(Request request, std::span<const std::int32_t> prompt_token_ids);
   void abort(std::uint64_t request_id);
 
-  int event_descriptor() const { return event_fd_; }  // readable while events wait
+  int event_descriptor() const { return event_.descriptor; }  // readable while events wait
   std::vector<EngineEvent> take_events();
 
   std::optional<std::string> error() const;  // what ended the thread, if anything did
@@ -47,6 +47,14 @@ class EmulatedEngine {
   struct Submission {
     Request request;
     std::vector<BlockKey> keys;
+  };
+
+  struct EventDescriptor {
+    EventDescriptor();
+    ~EventDescriptor();
+    EventDescriptor(const EventDescriptor&) = delete;
+    EventDescriptor& operator=(const EventDescriptor&) = delete;
+    int descriptor;
   };
 
   void run();
@@ -59,6 +67,7 @@ class EmulatedEngine {
   void notify(std::span<const EngineEvent> events);
   void signal();
 
+  EventDescriptor event_;
   EngineLoop loop_;
   SnapshotWriter writer_;
   std::vector<KvEvent> journal_;  // since the last publication
@@ -75,7 +84,6 @@ class EmulatedEngine {
   std::optional<std::string> error_;
   bool stopping_ = false;
   std::uint32_t next_rank_ = 0;
-  int event_fd_ = -1;
   std::thread thread_;
 };
 

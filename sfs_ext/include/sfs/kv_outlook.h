@@ -97,8 +97,10 @@ class KvOutlook {
 
   static std::uint64_t name(const Place& place) {
     if (place.block != none) return static_cast<std::uint64_t>(place.block);
-    return 1ULL << 63 | static_cast<std::uint64_t>(place.table) << 40 |
-           static_cast<std::uint64_t>(place.life) << 28 | static_cast<std::uint64_t>(place.depth);
+    // A simulation's bound on requests leaves fewer lives than that, a mirror's on blocks less
+    // depth.
+    return 1ULL << 63 | static_cast<std::uint64_t>(place.table) << 43 |
+           static_cast<std::uint64_t>(place.life) << 24 | static_cast<std::uint64_t>(place.depth);
   }
 
   Table& table(Slot slot) { return tables_[static_cast<std::size_t>(table_of_[slot])]; }

@@ -40,8 +40,6 @@ class Mapping {
 
 class KvJournalWriter;
 
-// With a KV journal another 16.8 MB for 60,000 blocks, 2.1 MB for 5,000 (and 1 MB at least): a
-// ring of 8 to 16 events a block, and two checkpoints of half its size each.
 // What a file has room for. Kept beside the mapping: a file may change under its reader's eyes.
 struct SegmentRoom {
   std::uint32_t residents = 0;
@@ -49,6 +47,8 @@ struct SegmentRoom {
   std::uint64_t journal_events = 0;
 };
 
+// With a KV journal another 16.8 MB for 60,000 blocks, 2.1 MB for 5,000 (and 1 MB at least): a
+// ring of 8 to 16 events a block, and two checkpoints of half its size each.
 class SnapshotWriter {
  public:
   // The file appears under `path` whole, replacing an older one. Throws std::system_error.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <stdexcept>
 #include <vector>
 
 #include "sfs/request.h"
@@ -39,7 +40,9 @@ class WaitingQueue {
 
   void remove(Slot slot) {
     const auto from = items_.begin() + static_cast<std::ptrdiff_t>(head_);
-    items_.erase(std::find(from, items_.end(), slot));
+    const auto at = std::find(from, items_.end(), slot);
+    if (at == items_.end()) throw std::logic_error("waiting queue: a request that does not wait");
+    items_.erase(at);
     if (head_ == items_.size()) clear();
   }
 

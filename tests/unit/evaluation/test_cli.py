@@ -30,6 +30,7 @@ def record(
         estimator=estimator,
         prompt_tokens=7,
         cached_tokens=0,
+        max_tokens=100,
         ttft_s=predicted_s,
         waiting_s=0.0,
         prefill_s=predicted_s,

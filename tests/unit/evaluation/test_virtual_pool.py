@@ -173,6 +173,23 @@ def test_a_limit_ends_an_answer(pool: PoolSettings) -> None:
     assert (record.output_tokens, record.finish_reason) == (96, "length")
 
 
+def test_a_small_kv_pool_limits_the_booking_and_the_engine_alike(pool: PoolSettings) -> None:
+    pool = with_models(pool, "small")
+    [model] = pool.models
+    engine = emulated(model)
+    scheduler = engine.scheduler.model_copy(update={"num_blocks": 65})
+    # Settings refuse such an emulated engine; one that sizes its own KV cache may be like this.
+    small_kv = model.model_copy(
+        update={"engine": engine.model_copy(update={"scheduler": scheduler})}
+    )
+    pool = pool.model_copy(update={"models": (small_kv,)})
+    prompt = np.zeros(1000, np.int32)
+    [record] = VirtualPool(pool, Says(2000)).run([arrival(pool, 0, 0.0, prompt, prompt)])
+    # 64 blocks of 16 tokens.
+    assert record.decision.choice.predicted_output_tokens == 24
+    assert (record.output_tokens, record.finish_reason) == (24, "length")
+
+
 def test_only_emulated_engines_run_in_virtual_time(pool_data: dict[str, Any]) -> None:
     pool_data["models"][0]["engine"] = {"kind": "vllm", "model": "some/model", "num_gpus": 1}
     real = PoolSettings.model_validate(pool_data)
