@@ -146,9 +146,11 @@ class SchedulerSettings(Settings):
         self.config(context_tokens=2)  # Of no matter here: the model's own is checked with it.
         return self
 
-    def config(self, context_tokens: int) -> SchedulerConfig:
+    def config(self, context_tokens: int, prefix_caching: bool = True) -> SchedulerConfig:
         """ValueError names the relation that does not hold."""
-        return SchedulerConfig(**self.model_dump(), max_model_len=context_tokens)
+        return SchedulerConfig(
+            **self.model_dump(), max_model_len=context_tokens, enable_prefix_caching=prefix_caching
+        )
 
 
 class OutputTokensSettings(Settings):

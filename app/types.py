@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,10 @@ AUTO = "auto"
 """The model name that asks to be routed."""
 
 TokenIds = NDArray[np.int32]
+
+FinishReason = Literal["stop", "length"]
+FINISH_REASONS: Mapping[int, FinishReason] = {1: "stop", 2: "length"}
+"""Of emulated engines' events."""
 
 
 class Estimator(StrEnum):

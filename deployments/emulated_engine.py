@@ -16,6 +16,7 @@ import numpy as np
 
 import sfs_ext
 from app.config import EmulatedEngineSettings
+from app.types import FINISH_REASONS
 from deployments.messages import (
     Accepted,
     EngineEvent,
@@ -25,9 +26,8 @@ from deployments.messages import (
     FirstToken,
     Payload,
 )
-from deployments.openai_protocol import DONE, AnswerFrame, ApiError, FinishReason
+from deployments.openai_protocol import DONE, AnswerFrame, ApiError
 
-_FINISH_REASONS: dict[int, FinishReason] = {1: "stop", 2: "length"}
 _WORDS = (
     "the",
     "river",
@@ -168,9 +168,9 @@ async def _answer(
             opening = b"" if text else frame.opening()
             yield Payload(opening + b"".join(map(frame.token, fresh)))
         text += fresh
-    if finish not in _FINISH_REASONS:
+    if finish not in FINISH_REASONS:
         raise RuntimeError(f"{request.decision_id} was aborted by the engine")
-    reason = _FINISH_REASONS[finish]
+    reason = FINISH_REASONS[finish]
     prompt_tokens = len(request.prompt_token_ids)
     if stream:
         last = frame.closing(reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import (
     BaseModel,
@@ -19,7 +19,7 @@ from pydantic import (
 from app.chat import plain_messages
 from app.policies import PolicyName
 from app.tokenizer import Tokenizer
-from app.types import TokenIds
+from app.types import FinishReason, TokenIds
 from deployments.messages import Endpoint
 
 DONE = b"data: [DONE]\n\n"
@@ -236,9 +236,6 @@ def _dotted(location: tuple[int | str, ...]) -> str:
     for step in location:
         path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else step
     return path
-
-
-FinishReason = Literal["stop", "length"]
 
 
 class AnswerFrame:

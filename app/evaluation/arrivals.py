@@ -44,11 +44,18 @@ def plain_query(settings: PoolSettings, number: int, arrived_s: float, prompt: T
     )
 
 
+def lognormal(
+    random: np.random.Generator, mean: float, sigma: float, count: int
+) -> NDArray[np.float64]:
+    """With that mean, and that sigma of the logarithm."""
+    return random.lognormal(math.log(mean) - sigma**2 / 2, sigma, count)
+
+
 def lognormal_tokens(
     random: np.random.Generator, mean: float, sigma: float, count: int, longest: int
 ) -> NDArray[np.int64]:
-    """Lengths with that mean and that sigma of the logarithm; tails end at 1 and ``longest``."""
-    lengths = random.lognormal(math.log(mean) - sigma**2 / 2, sigma, count)
+    """Lengths as ``lognormal`` has them; tails end at 1 and ``longest``."""
+    lengths = lognormal(random, mean, sigma, count)
     return np.clip(np.rint(lengths), 1, longest).astype(np.int64)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from app.config import PoolSettings
-from app.evaluation.arrivals import Arrival, lognormal_tokens, plain_query, random_tokens
+from app.evaluation.arrivals import Arrival, lognormal, lognormal_tokens, plain_query, random_tokens
 from app.evaluation.virtual_pool import emulated
 from app.records import DecisionRecord
 from app.types import TokenIds
@@ -90,8 +90,7 @@ class Chats:
             lengths[model.name] = lognormal_tokens(
                 random, answer.mean, answer.sigma, count, longest
             ).tolist()
-        log_mean = np.log(THINK_S_MEAN) - THINK_S_SIGMA**2 / 2
-        think_s = random.lognormal(log_mean, THINK_S_SIGMA, count).tolist()
+        think_s = lognormal(random, THINK_S_MEAN, THINK_S_SIGMA, count).tolist()
         return [
             _Turn(
                 message=random_tokens(random, messages[i]),

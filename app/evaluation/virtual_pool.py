@@ -19,12 +19,8 @@ from app.evaluation.arrivals import Arrival
 from app.prediction import Predictor
 from app.records import DecisionRecord
 from app.router import Router
-from app.types import Decision, Estimator, Query
+from app.types import FINISH_REASONS, Decision, Estimator, Query
 from sfs_ext import SchedulerConfig, VirtualEngine
-
-_STOP, _LENGTH = 1, 2
-_FINISH_REASONS = {_STOP: "stop", _LENGTH: "length"}
-
 
 FollowUp = Callable[[DecisionRecord], Iterable[Arrival]]
 """What a client does after a request has ended."""
@@ -53,11 +49,7 @@ def emulated(model: ModelSettings) -> EmulatedEngineSettings:
 
 
 def scheduler_config(model: ModelSettings, prefix_caching: bool) -> SchedulerConfig:
-    return SchedulerConfig(
-        **emulated(model).scheduler.model_dump(),
-        max_model_len=model.context_tokens,
-        enable_prefix_caching=prefix_caching,
-    )
+    return emulated(model).scheduler.config(model.context_tokens, prefix_caching)
 
 
 def sfs_accuracy(records: Iterable[DecisionRecord]) -> Accuracy:
@@ -187,7 +179,7 @@ class VirtualPool:
             if finish:
                 del self._open[key]
                 self.router.release(request.decision)
-                yield request.record(tokens, _FINISH_REASONS[finish], at_s)
+                yield request.record(tokens, FINISH_REASONS[finish], at_s)
 
 
 @dataclass(slots=True)

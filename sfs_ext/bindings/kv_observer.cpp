@@ -1,6 +1,5 @@
 #include "kv_observer.h"
 
-#include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -8,6 +7,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "arrays.h"
 #include "integer.h"
 
 namespace py = pybind11;
@@ -192,9 +192,7 @@ void bind_kv_observer(py::module_& m) {
       .def(
           "take_events",
           [](KvObserver& observer) {
-            const auto events = observer.events();
-            py::array_t<sfs::KvEvent> array(static_cast<py::ssize_t>(events.size()));
-            std::copy(events.begin(), events.end(), array.mutable_data());
+            auto array = sfs::array_of(observer.events());
             observer.clear();
             return array;
           },

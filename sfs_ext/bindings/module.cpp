@@ -12,6 +12,7 @@
 #include <string_view>
 #include <system_error>
 
+#include "arrays.h"
 #include "kv_observer.h"
 #include "sfs/block_keys.h"
 #include "sfs/emulated_engine.h"
@@ -29,28 +30,6 @@ namespace py = pybind11;
 using namespace sfs;
 
 namespace {
-
-template <class T>
-using Array = py::array_t<T, py::array::c_style>;
-
-template <class T>
-std::span<const T> span_of(const Array<T>& array) {
-  return {array.data(), static_cast<std::size_t>(array.size())};
-}
-
-template <class T>
-std::vector<std::span<const T>> spans_of(const std::vector<Array<T>>& arrays) {
-  std::vector<std::span<const T>> spans;
-  for (const auto& array : arrays) spans.push_back(span_of(array));
-  return spans;
-}
-
-template <class T>
-Array<T> array_of(std::span<const T> values) {
-  Array<T> array(static_cast<py::ssize_t>(values.size()));
-  std::copy(values.begin(), values.end(), array.mutable_data());
-  return array;
-}
 
 std::span<const std::byte> bytes_of(const py::bytes& data) {
   const std::string_view view = data;
@@ -506,14 +485,9 @@ void bind_engine(py::module_& m) {
           [](EmulatedEngine& engine, std::uint64_t request_id,
              const Array<std::int32_t>& prompt_token_ids, int output_tokens, int max_tokens,
              double predicted_output_tokens, int priority, double arrival_s) {
-            Request request;
-            request.id = request_id;
-            request.arrival_s = arrival_s;
-            request.output_tokens = output_tokens;
-            request.max_tokens = max_tokens;
-            request.predicted_output_tokens = static_cast<float>(predicted_output_tokens);
-            request.priority = priority;
-            engine.submit(request, span_of(prompt_token_ids));
+            engine.submit(requested(request_id, arrival_s, output_tokens, max_tokens,
+                                    predicted_output_tokens, priority),
+                          span_of(prompt_token_ids));
           },
           py::arg("request_id"), py::arg("prompt_token_ids"), py::arg("output_tokens"),
           py::arg("max_tokens"), py::arg("predicted_output_tokens"), py::arg("priority"),

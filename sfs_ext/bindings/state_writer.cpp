@@ -1,6 +1,5 @@
 #include "state_writer.h"
 
-#include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>

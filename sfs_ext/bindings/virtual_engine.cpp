@@ -1,16 +1,15 @@
 // Marshals between numpy and the engine in virtual time.
 #include "virtual_engine.h"
 
-#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <memory>
 #include <optional>
 #include <span>
 #include <vector>
 
+#include "arrays.h"
 #include "sfs/virtual_engine.h"
 
 namespace py = pybind11;
@@ -18,19 +17,21 @@ using namespace sfs;
 
 namespace {
 
-using TokenIds = py::array_t<std::int32_t, py::array::c_style>;
-
-std::span<const std::int32_t> span_of(const TokenIds& ids) {
-  return {ids.data(), static_cast<std::size_t>(ids.size())};
-}
-
-py::array_t<EngineEvent> array_of(const std::vector<EngineEvent>& events) {
-  py::array_t<EngineEvent> array(static_cast<py::ssize_t>(events.size()));
-  std::copy(events.begin(), events.end(), array.mutable_data());
-  return array;
-}
+using TokenIds = Array<std::int32_t>;
 
 }  // namespace
+
+Request requested(std::uint64_t request_id, double arrival_s, int output_tokens, int max_tokens,
+                  double predicted_output_tokens, int priority) {
+  Request request;
+  request.id = request_id;
+  request.arrival_s = arrival_s;
+  request.output_tokens = output_tokens;
+  request.max_tokens = max_tokens;
+  request.predicted_output_tokens = static_cast<float>(predicted_output_tokens);
+  request.priority = priority;
+  return request;
+}
 
 void bind_virtual_engine(py::module_& m) {
   py::class_<VirtualEngine>(m, "VirtualEngine",
@@ -43,15 +44,10 @@ void bind_virtual_engine(py::module_& m) {
              const TokenIds& prompt_token_ids, int output_tokens, int max_tokens,
              double predicted_output_tokens, int priority,
              const std::optional<TokenIds>& answer_token_ids) {
-            Request request;
-            request.id = request_id;
-            request.arrival_s = arrival_s;
-            request.output_tokens = output_tokens;
-            request.max_tokens = max_tokens;
-            request.predicted_output_tokens = static_cast<float>(predicted_output_tokens);
-            request.priority = priority;
             engine.submit(
-                request, span_of(prompt_token_ids),
+                requested(request_id, arrival_s, output_tokens, max_tokens, predicted_output_tokens,
+                          priority),
+                span_of(prompt_token_ids),
                 answer_token_ids ? span_of(*answer_token_ids) : std::span<const std::int32_t>());
           },
           py::arg("request_id"), py::arg("arrival_s"), py::arg("prompt_token_ids"),
@@ -67,7 +63,7 @@ void bind_virtual_engine(py::module_& m) {
           [](VirtualEngine& engine) {
             std::vector<EngineEvent> events;
             engine.step(events);
-            return array_of(events);
+            return array_of(std::span<const EngineEvent>(events));
           },
           "The next event alone; event_dtype, one for each token that came with it.")
       .def(
@@ -78,7 +74,7 @@ void bind_virtual_engine(py::module_& m) {
               const py::gil_scoped_release release;
               engine.run_until(until_s, events);
             }
-            return array_of(events);
+            return array_of(std::span<const EngineEvent>(events));
           },
           py::arg("until_s"), "All that happens before until_s; event_dtype, one for each token.")
       .def("snapshot", &VirtualEngine::snapshot, py::return_value_policy::copy,

@@ -6,11 +6,11 @@
 #include <limits>
 #include <map>
 #include <optional>
-#include <random>
 #include <string>
 #include <vector>
 
 #include "check.h"
+#include "dice.h"
 #include "sfs/engine_loop.h"
 #include "sfs/engine_state.h"
 #include "sfs/fleet.h"
@@ -19,19 +19,6 @@
 using namespace sfs;
 
 namespace {
-
-class Dice {
- public:
-  explicit Dice(std::uint32_t seed) : engine_(seed) {}
-  int from(int low, int high) { return std::uniform_int_distribution(low, high)(engine_); }
-  bool coin() { return from(0, 1) == 1; }
-  double real(double low, double high) {
-    return std::uniform_real_distribution(low, high)(engine_);
-  }
-
- private:
-  std::mt19937 engine_;
-};
 
 SchedulerConfig random_config(Dice& dice) {
   SchedulerConfig config;

@@ -6,32 +6,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <iterator>
 #include <limits>
-#include <random>
 #include <type_traits>
 #include <vector>
 
+#include "dice.h"
+
 using Bytes = std::vector<std::uint8_t>;
-
-class Dice {
- public:
-  explicit Dice(std::uint32_t seed) : engine_(seed) {}
-  int from(int low, int high) { return std::uniform_int_distribution(low, high)(engine_); }
-  bool coin() { return from(0, 1) == 1; }
-  double real(double low, double high) {
-    return std::uniform_real_distribution(low, high)(engine_);
-  }
-  std::uint64_t bits() { return engine_(); }
-
-  template <class Values>
-  auto& one_of(Values& values) {
-    return values[static_cast<std::size_t>(from(0, static_cast<int>(std::size(values)) - 1))];
-  }
-
- private:
-  std::mt19937_64 engine_;
-};
 
 // Valid input of the target.
 Bytes seed_input(Dice& dice);

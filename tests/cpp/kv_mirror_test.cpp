@@ -4,27 +4,17 @@
 #include <algorithm>
 #include <deque>
 #include <map>
-#include <random>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "check.h"
+#include "dice.h"
 #include "sfs/engine_loop.h"
 
 using namespace sfs;
 
 namespace {
-
-class Dice {
- public:
-  explicit Dice(std::uint32_t seed) : engine_(seed) {}
-  int from(int low, int high) { return std::uniform_int_distribution(low, high)(engine_); }
-  bool coin() { return from(0, 1) == 1; }
-
- private:
-  std::mt19937_64 engine_;
-};
 
 // vLLM's rules written down the slow way: one queue, searched from end to end.
 class SlowCache {

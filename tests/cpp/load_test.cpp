@@ -4,11 +4,11 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <random>
 #include <span>
 #include <vector>
 
 #include "check.h"
+#include "dice.h"
 #include "sfs/engine_state.h"
 #include "sfs/forecast.h"
 
@@ -18,18 +18,6 @@ namespace {
 
 constexpr BatchTime batch_time{2e-3, 1e-5, 3e-8, 1e-9};
 constexpr double never_seen = -std::numeric_limits<double>::infinity();
-
-class Dice {
- public:
-  explicit Dice(std::uint32_t seed) : engine_(seed) {}
-  int from(int low, int high) { return std::uniform_int_distribution(low, high)(engine_); }
-  double real(double low, double high) {
-    return std::uniform_real_distribution(low, high)(engine_);
-  }
-
- private:
-  std::mt19937 engine_;
-};
 
 SchedulerConfig roomy(bool async_scheduling) {
   SchedulerConfig config;
