@@ -1,6 +1,7 @@
 """What vLLM does with its KV blocks, event by event, for a mirror of its prefix cache elsewhere.
 
-Follows the calls that change blocks, on one manager of full attention and its pool; what no call
+Follows the calls that find, fill and free blocks, on one manager of full attention and its pool;
+new blocks that a request takes show in its list of them, which ``StateWriter`` reads. What neither
 shows cannot happen there.
 """
 
@@ -22,8 +23,7 @@ class KvJournal:
         self._owner_of = owner_of
         self._pool = pool
         self._follow(manager.add_local_computed_blocks, "hit", "request_id", "new_computed_blocks")
-        self._follow(manager.allocate_new_blocks, "taken", "request_id")
-        self._follow(manager.free, "released", "request_id")
+        self._follow(manager.pop_blocks_for_free, "released", "request_id")
         self._follow(
             pool.cache_full_blocks,
             "filled",

@@ -155,6 +155,7 @@ def sees_every_block(scheduler: Scheduler) -> bool:
     return (
         scheduler.cache_config.enable_prefix_caching
         and scheduler.connector is None
+        and scheduler.block_size == scheduler.kv_cache_manager.block_pool.hash_block_size
         and [type(manager) for manager in managers] == [FullAttentionManager]
     )
 

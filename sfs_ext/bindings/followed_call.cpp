@@ -14,7 +14,6 @@ struct Followed {
   py::object function;
   py::object self;  // a weak reference, of a method: it keeps the stand-in; else null
   std::vector<Parameter> wanted;
-  Moment moment;
   std::function<void(const Call&)> tell;
 
   PyObject* make(PyObject* const* arguments, std::size_t positional, PyObject* names) const;
@@ -45,16 +44,9 @@ constexpr const char* capsule_name = "sfs_ext.Followed";
 
 PyObject* call(PyObject* self, PyObject* const* arguments, Py_ssize_t positional, PyObject* names) {
   const auto& followed = *static_cast<Followed*>(PyCapsule_GetPointer(self, capsule_name));
-  const auto tell = [&](PyObject* result) {
-    followed.tell(
-        {followed.wanted, arguments, static_cast<std::size_t>(positional), names, result});
-  };
-  if (followed.moment == Moment::before) tell(nullptr);
-  PyObject* result = followed.make(arguments, static_cast<std::size_t>(positional), names);
-  if (result == nullptr || followed.moment == Moment::before) return result;
-  const int is_something = followed.moment == Moment::after ? 1 : PyObject_IsTrue(result);
-  if (is_something < 0) PyErr_Clear();  // then it cannot be read, which ends the journal
-  if (is_something != 0) tell(result);
+  const auto given = static_cast<std::size_t>(positional);
+  PyObject* result = followed.make(arguments, given, names);
+  if (result != nullptr) followed.tell({followed.wanted, arguments, given, names, result});
   return result;
 }
 
@@ -78,14 +70,14 @@ py::handle Call::operator[](std::size_t wanted) const {
   throw py::type_error("a call without " + name);
 }
 
-py::object follow(const py::object& callable, std::vector<Parameter> wanted, Moment moment,
+py::object follow(const py::object& callable, std::vector<Parameter> wanted,
                   std::function<void(const Call&)> tell) {
   const bool is_method = PyMethod_Check(callable.ptr()) != 0;
   auto followed = std::make_unique<Followed>(Followed{
       is_method ? py::reinterpret_borrow<py::object>(PyMethod_GET_FUNCTION(callable.ptr()))
                 : callable,
       is_method ? py::object(py::weakref(PyMethod_GET_SELF(callable.ptr()))) : py::object(),
-      std::move(wanted), moment, std::move(tell)});
+      std::move(wanted), std::move(tell)});
   const py::capsule capsule(followed.get(), capsule_name, destroy);
   followed.release();
   auto function = py::reinterpret_steal<py::object>(PyCFunction_New(&definition, capsule.ptr()));

@@ -28,7 +28,7 @@ class Call {
         result_(result) {}
 
   pybind11::handle operator[](std::size_t wanted) const;  // throws TypeError if it was not given
-  pybind11::handle result() const { return result_; }     // null before the call
+  pybind11::handle result() const { return result_; }
 
  private:
   const std::vector<Parameter>& wanted_;
@@ -38,10 +38,8 @@ class Call {
   pybind11::handle result_;
 };
 
-enum class Moment { before, after, after_something };  // the last: if what it returns is true
-
-// `tell` gets a call with its `wanted` arguments, and must not throw.
+// `tell` gets each call that did not raise, with its `wanted` arguments, and must not throw.
 pybind11::object follow(const pybind11::object& callable, std::vector<Parameter> wanted,
-                        Moment moment, std::function<void(const Call&)> tell);
+                        std::function<void(const Call&)> tell);
 
 }  // namespace sfs

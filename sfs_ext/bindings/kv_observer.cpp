@@ -72,15 +72,11 @@ void KvObserver::reset(const std::vector<std::int32_t>& hashed) {
 
 py::object KvObserver::following(const py::object& callable, Kind kind,
                                  std::vector<Parameter> wanted) {
-  constexpr std::size_t parameters[] = {2, 1, 1, 4};
+  constexpr std::size_t parameters[] = {2, 1, 4};
   if (wanted.size() != parameters[static_cast<std::size_t>(kind)])
     throw std::invalid_argument("KV observer: a call to follow with " +
                                 std::to_string(wanted.size()) + " parameters");
-  const Moment moment = kind == Kind::released ? Moment::before
-                        : kind == Kind::taken  ? Moment::after_something
-                                               : Moment::after;
-  return follow(callable, std::move(wanted), moment,
-                [this, kind](const Call& call) { tell(kind, call); });
+  return follow(callable, std::move(wanted), [this, kind](const Call& call) { tell(kind, call); });
 }
 
 // A failure costs the router its view, and must not cost the engine.
@@ -89,13 +85,9 @@ void KvObserver::tell(Kind kind, const Call& call) {
   try {
     switch (kind) {
       case Kind::hit:
-        return note_blocks(KvEventKind::touch, call[0], call[1]);
-      case Kind::taken:
-        return note_blocks(KvEventKind::take, call[0], call.result());
+        return note_hit(call);
       case Kind::released:
-        if (const auto request = requests_.find(text(call[0])); request != requests_.end())
-          events_.push_back({request->second.owner, 0, KvEventKind::release});
-        return;
+        return note_released(call);
       case Kind::filled:
         return note_filled(call);
     }
@@ -110,16 +102,51 @@ void KvObserver::fail(std::string why) {
   requests_.clear();
 }
 
-void KvObserver::note_blocks(KvEventKind kind, py::handle request_id, py::handle blocks) {
-  const std::uint64_t owner = content(request_id).owner;
-  for (const py::handle block : py::iter(blocks))
-    events_.push_back({owner, integer(attribute(block, block_id_)), kind});
+void KvObserver::holds(py::handle request_id, py::handle blocks) {
+  if (failure_) return;
+  try {
+    note_held(content(request_id), blocks);
+  } catch (const std::exception& failure) {
+    fail(failure.what());
+  }
+}
+
+void KvObserver::note_held(Content& content, py::handle blocks) {
+  const std::size_t count = py::len(blocks);
+  if (count < content.held)
+    throw std::runtime_error("a request holds " + std::to_string(count) + " blocks after " +
+                             std::to_string(content.held) + ", and gave none back");
+  for (; content.held < count; ++content.held) {
+    const py::object block_id = attribute(item(blocks, content.held), block_id_);
+    events_.push_back({content.owner, integer(block_id), KvEventKind::take});
+  }
+}
+
+void KvObserver::note_hit(const Call& call) {
+  Content& content = this->content(call[0]);
+  for (const py::handle block : py::iter(call[1])) {
+    events_.push_back({content.owner, integer(attribute(block, block_id_)), KvEventKind::touch});
+    ++content.held;
+  }
+}
+
+void KvObserver::note_released(const Call& call) {
+  const auto request = requests_.find(text(call[0]));
+  if (request == requests_.end()) {
+    if (py::len(call.result()) > 0) content(call[0]);  // which says that it is unknown
+    return;
+  }
+  note_held(request->second, call.result());
+  events_.push_back({request->second.owner, 0, KvEventKind::release});
+  request->second.held = 0;
+  released_ = true;
 }
 
 void KvObserver::note_filled(const Call& call) {
   const auto before = static_cast<std::size_t>(integer(call[2]));
   const auto full = static_cast<std::size_t>(integer(call[3]));
   Content& content = this->content(attribute(call[0], request_id_));
+  note_held(content, call[1]);
   extend(content, full);
   for (std::size_t i = before; i < full; ++i)
     events_.push_back(
@@ -173,7 +200,7 @@ void bind_kv_observer(py::module_& m) {
           "following",
           [](KvObserver& observer, const py::object& callable, const std::string& kind,
              const std::vector<std::pair<std::size_t, std::string>>& wanted) {
-            constexpr const char* names[] = {"hit", "taken", "released", "filled"};
+            constexpr const char* names[] = {"hit", "released", "filled"};
             const auto* const found = std::find(std::begin(names), std::end(names), kind);
             if (found == std::end(names))
               throw std::invalid_argument("KV observer: a call cannot mean " + kind);
@@ -185,8 +212,10 @@ void bind_kv_observer(py::module_& m) {
           },
           py::keep_alive<0, 1>(), py::arg("callable"), py::arg("kind"), py::arg("wanted"),
           "A stand-in for a callable, which notes its calls. wanted: place and name of parameters. "
-          "kind: hit (request id, blocks), taken (request id; blocks are the result), released "
-          "(request id), filled (request, its blocks, full ones before, full ones now).")
+          "kind: hit (request id, blocks), released (request id; all its blocks are the result), "
+          "filled (request, all its blocks, full ones before, full ones now).")
+      .def("holds", &KvObserver::holds, py::arg("request_id"), py::arg("blocks"),
+           "All the blocks of a request, in order, before events are taken.")
       .def_property_readonly("failure", &KvObserver::failure,
                              "What ended the journal, if anything did.")
       .def(

@@ -31,19 +31,30 @@ class KvObserver {
   void ended(std::string_view request_id);
   void reset(const std::vector<std::int32_t>& hashed);  // the blocks with content; all are free
 
-  enum class Kind { hit, taken, released, filled };
-  // Stands in for `callable`. What it wants: hit: request id, blocks; taken: request id, and the
-  // blocks are its result; released: request id; filled: request, all its blocks, how many were
-  // full before, and are now. The observer must outlive it.
+  enum class Kind { hit, released, filled };
+  // Stands in for `callable`. What it wants: hit: request id, blocks; released: request id, and all
+  // its blocks are the result; filled: request, all its blocks, how many were full before, and are
+  // now. The observer must outlive it.
   pybind11::object following(const pybind11::object& callable, Kind kind,
                              std::vector<Parameter> wanted);
+
+  // All the blocks of a request, in order: those that are new to the observer have been taken. To be
+  // told of them late does no harm, if it is before the events are used: whoever has them is told
+  // of before they are filled or given back.
+  void holds(pybind11::handle request_id, pybind11::handle blocks);
+
+  // Since `clear`, somebody gave blocks back: as many as were known of may be others.
+  bool released() const { return released_; }
 
   // What went wrong, if anything did: nothing is noted from then on.
   const std::optional<std::string>& failure() const { return failure_; }
   void fail(std::string why);
 
   std::span<const KvEvent> events() const { return events_; }
-  void clear() { events_.clear(); }
+  void clear() {
+    events_.clear();
+    released_ = false;
+  }
 
  private:
   struct Content {
@@ -51,13 +62,16 @@ class KvObserver {
     std::optional<pybind11::list> token_ids;
     pybind11::list hashes;
     std::vector<BlockKey> keys;
+    std::size_t held = 0;  // blocks
   };
   struct Hash : std::hash<std::string_view> {
     using is_transparent = void;
   };
 
   void tell(Kind kind, const Call& call);
-  void note_blocks(KvEventKind kind, pybind11::handle request_id, pybind11::handle blocks);
+  void note_held(Content& content, pybind11::handle blocks);
+  void note_hit(const Call& call);
+  void note_released(const Call& call);
   void note_filled(const Call& call);
   Content& content(pybind11::handle request_id);
   void extend(Content& content, std::size_t blocks) const;
@@ -66,6 +80,7 @@ class KvObserver {
   pybind11::str request_id_ = "request_id", block_id_ = "block_id";
   std::unordered_map<std::string, Content, Hash, std::equal_to<>> requests_;
   std::vector<KvEvent> events_;
+  bool released_ = false;
   std::optional<std::string> failure_;
 };
 

@@ -74,7 +74,7 @@ py::object Attribute::of(py::handle request, PyTypeObject& kind) const {
 }
 
 RequestReader::RequestReader(const py::dict& attributes, py::dict blocks, py::object preempted,
-                             py::function identity)
+                             py::function identity, KvObserver* observer)
     : record_("record", attributes),
       request_id_("request_id", attributes),
       arrival_s_("arrival_s", attributes),
@@ -90,7 +90,8 @@ RequestReader::RequestReader(const py::dict& attributes, py::dict blocks, py::ob
       prefills_("prefills", attributes),
       blocks_(std::move(blocks)),
       preempted_(std::move(preempted)),
-      identity_(std::move(identity)) {}
+      identity_(std::move(identity)),
+      observer_(observer) {}
 
 RequestRecord& RequestReader::record(py::handle request) const {
   if (const py::object capsule = record_.find(request)) {
@@ -127,7 +128,7 @@ void RequestReader::read(py::handle request, const RequestRecord& record,
   row.computed_tokens = computed_tokens_.integer(request);
   row.placeholders = placeholders_.integer(request);
   row.stale_tokens = stale_tokens_.integer(request);
-  row.blocks = blocks(record);
+  row.blocks = blocks(record, row.blocks);
   for (std::size_t i = 0; i < max_in_flight; ++i) {
     const BatchShare share = i < batches.size() ? record.share_of(batches[i]) : BatchShare{};
     row.in_flight_tokens[i] = share.tokens;
@@ -139,7 +140,7 @@ Status RequestReader::status_in_queue(py::handle request) const {
   return status_.of(request).is(preempted_) ? Status::preempted : Status::waiting;
 }
 
-std::int32_t RequestReader::blocks(const RequestRecord& record) const {
+std::int32_t RequestReader::blocks(const RequestRecord& record, std::int32_t known) const {
   PyObject* held = PyDict_GetItemWithError(blocks_.ptr(), record.request_id.ptr());
   if (held == nullptr) {
     if (PyErr_Occurred() != nullptr) throw py::error_already_set();
@@ -147,6 +148,8 @@ std::int32_t RequestReader::blocks(const RequestRecord& record) const {
   }
   const Py_ssize_t count = PyObject_Size(held);
   if (count < 0) throw py::error_already_set();
+  if (observer_ != nullptr && (count != known || observer_->released()))
+    observer_->holds(record.request_id, held);
   return static_cast<std::int32_t>(count);
 }
 

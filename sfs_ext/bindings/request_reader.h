@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <span>
 
+#include "kv_observer.h"
 #include "sfs/snapshot.h"
 
 namespace sfs {
@@ -62,14 +63,15 @@ class Attribute {
 class RequestReader {
  public:
   // `blocks`: list of KV blocks by request id. `preempted`: the status of a preempted request.
-  // `identity`: maps a request to its key and predicted output tokens.
+  // `identity`: maps a request to its key and predicted output tokens. `observer`: is told of the
+  // blocks that requests hold; null without one.
   RequestReader(const pybind11::dict& attributes, pybind11::dict blocks, pybind11::object preempted,
-                pybind11::function identity);
+                pybind11::function identity, KvObserver* observer);
 
   RequestRecord& record(pybind11::handle request) const;  // made at the first sight of it
 
-  // Fills in what changes. `row` has the constants; `batches`: numbers of those in flight, oldest
-  // first.
+  // Fills in what changes. `row` has the constants, and blocks as read last or 0; `batches`: numbers
+  // of those in flight, oldest first.
   void read(pybind11::handle request, const RequestRecord& record,
             std::span<const std::uint64_t> batches, Resident& row) const;
 
@@ -78,13 +80,14 @@ class RequestReader {
 
  private:
   void read_constants(pybind11::handle request, RequestRecord& record) const;
-  std::int32_t blocks(const RequestRecord& record) const;
+  std::int32_t blocks(const RequestRecord& record, std::int32_t known) const;
 
   Attribute record_, request_id_, arrival_s_, prompt_tokens_, output_token_ids_, max_tokens_,
       priority_, resumable_, computed_tokens_, placeholders_, stale_tokens_, status_, prefills_;
   pybind11::dict blocks_;
   pybind11::object preempted_;
   pybind11::function identity_;
+  KvObserver* observer_;
 };
 
 }  // namespace sfs

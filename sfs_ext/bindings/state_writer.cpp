@@ -174,7 +174,7 @@ void bind_state_writer(py::module_& m) {
              return std::make_unique<StateWriter>(
                  writer,
                  sfs::RequestReader(request_attributes, std::move(blocks), std::move(preempted),
-                                    std::move(identity)),
+                                    std::move(identity), observer),
                  sfs::ResidentRows(queues, heap), std::move(clock), observer);
            }),
            py::keep_alive<1, 2>(), py::keep_alive<1, 10>(), py::arg("writer"), py::kw_only(),

@@ -54,6 +54,9 @@ class Witness:
 
     def compare(self, newest: Batch) -> None:
         self.journal.ended(newest.output.finished_req_ids)
+        for request_id, blocks in self.manager.req_to_blocks.items():
+            if blocks:
+                self.journal.observer.holds(request_id, blocks)
         events = self.journal.observer.take_events()
         self.seen.update(KvEventKind(kind).name for kind in events["kind"])
         self.mirror.apply(events)

@@ -27,19 +27,23 @@ class Request:
 class Cache:
     """As vLLM's, as far as its calls go."""
 
-    def take(self, request_id: str, count: int) -> list[Block]:
-        return [Block(i + 1) for i in range(count)]
+    def __init__(self) -> None:
+        self.blocks: dict[str, list[Block]] = {}
+
+    def hit(self, request_id: str, blocks: list[Block]) -> None:
+        self.blocks.setdefault(request_id, []).extend(blocks)
 
     def fill(self, request: Request, blocks: list[Block], before: int, full: int) -> None:
         pass
 
-    def free(self, request_id: str) -> None:
-        pass
+    def free(self, request_id: str) -> list[Block]:
+        return self.blocks.pop(request_id, [])
 
 
 def followed() -> tuple[KvObserver, Cache]:
     observer, cache = KvObserver(BLOCK_SIZE), Cache()
-    cache.take = observer.following(cache.take, "taken", [(0, "request_id")])  # type: ignore[method-assign]
+    wanted = [(0, "request_id"), (1, "blocks")]
+    cache.hit = observer.following(cache.hit, "hit", wanted)  # type: ignore[method-assign]
     cache.free = observer.following(cache.free, "released", [(0, "request_id")])  # type: ignore[method-assign]
     wanted = [(0, "request"), (1, "blocks"), (2, "before"), (3, "full")]
     cache.fill = observer.following(cache.fill, "filled", wanted)  # type: ignore[method-assign]
@@ -49,8 +53,10 @@ def followed() -> tuple[KvObserver, Cache]:
 def test_calls_become_events_by_place_and_by_name() -> None:
     observer, cache = followed()
     observer.arrived("a", 7, TOKENS, [], prompt_tokens=9)
-    blocks = cache.take("a", 3)
-    cache.fill(Request("a"), blocks, before=1, full=3)
+    cache.hit("a", blocks=[Block(1)])
+    cache.blocks["a"] += [Block(2), Block(3)]
+    cache.fill(Request("a"), cache.blocks["a"], before=1, full=3)
+    cache.blocks["a"].append(Block(4))
     cache.free(request_id="a")
     observer.ended("a")
     keys = block_keys(np.array(TOKENS, np.int32), BLOCK_SIZE).tolist()
@@ -59,20 +65,23 @@ def test_calls_become_events_by_place_and_by_name() -> None:
         (7, 0, kind.WANT),
         (keys[0], 0, kind.KEY),
         (keys[1], 0, kind.KEY),
-        *((7, block, kind.TAKE) for block in (1, 2, 3)),
+        (7, 1, kind.TOUCH),
+        (7, 2, kind.TAKE),
+        (7, 3, kind.TAKE),
         (keys[1], 2, kind.HASH),
         (keys[2], 3, kind.HASH),
+        (7, 4, kind.TAKE),
         (7, 0, kind.RELEASE),
         (7, 0, kind.FORGET),
     ]
     assert observer.failure is None
 
 
-def test_a_call_that_returns_nothing_notes_nothing_and_raises_as_ever() -> None:
+def test_one_that_holds_nothing_notes_nothing_and_raises_as_ever() -> None:
     observer, cache = followed()
-    assert cache.take("nobody", 0) == []
-    with pytest.raises(TypeError, match="count"):
-        cache.take("nobody")  # type: ignore[call-arg]
+    assert cache.free("nobody") == []
+    with pytest.raises(TypeError, match="blocks"):
+        cache.hit("nobody")  # type: ignore[call-arg]
     assert observer.failure is None
     assert len(observer.take_events()) == 0
 
@@ -82,8 +91,26 @@ def test_a_request_that_cannot_be_read_ends_the_journal(token_ids: list[int]) ->
     observer, cache = followed()
     observer.arrived("a", 7, token_ids, [], prompt_tokens=4)
     assert observer.failure is not None
-    assert len(cache.take("a", 2)) == 2
+    cache.blocks["a"] = [Block(1)]
+    assert cache.free("a") == [Block(1)]
     assert len(observer.take_events()) == 0
+
+
+def test_blocks_that_vanish_end_the_journal() -> None:
+    observer, cache = followed()
+    observer.arrived("a", 7, TOKENS, [], prompt_tokens=4)
+    cache.hit("a", [Block(1), Block(2)])
+    cache.fill(Request("a"), [Block(1)], 0, 1)
+    assert observer.failure is not None
+    assert "holds 1 blocks after 2" in observer.failure
+
+
+def test_blocks_of_an_unknown_request_end_the_journal() -> None:
+    observer, cache = followed()
+    cache.blocks["b"] = [Block(1)]
+    cache.free("b")
+    assert observer.failure is not None
+    assert "b is unknown" in observer.failure
 
 
 def test_a_block_number_is_never_cut_short() -> None:
@@ -96,9 +123,9 @@ def test_a_block_number_is_never_cut_short() -> None:
 
 def test_what_is_followed_can_go() -> None:
     observer, cache = followed()
-    gone, take = weakref.ref(cache), cache.take
+    gone, free = weakref.ref(cache), cache.free
     del cache
     assert gone() is None
     with pytest.raises(ReferenceError):
-        take("a", 1)
+        free("a")
     assert observer.failure is None

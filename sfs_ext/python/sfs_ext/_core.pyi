@@ -254,9 +254,13 @@ class KvObserver:
     ) -> Callable[..., Any]:
         """A stand-in for a callable, which notes its calls. wanted: place and name of parameters.
 
-        kind: hit (request id, blocks), taken (request id; blocks are the result), released (request
-        id), filled (request, its blocks, full ones before, full ones now). A call that cannot be
-        read ends the journal, and is made all the same."""
+        kind: hit (request id, blocks), released (request id; all its blocks are the result), filled
+        (request, all its blocks, full ones before, full ones now). A call that cannot be read ends
+        the journal, and is made all the same."""
+
+    def holds(self, request_id: str, blocks: list[Any]) -> None:
+        """All the blocks of a request, in order: no call shows when it takes new ones. For all that
+        hold any, before events are taken; ``StateWriter`` does it in each step."""
 
     @property
     def failure(self) -> str | None:
