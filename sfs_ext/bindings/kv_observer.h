@@ -38,9 +38,9 @@ class KvObserver {
   pybind11::object following(const pybind11::object& callable, Kind kind,
                              std::vector<Parameter> wanted);
 
-  // All the blocks of a request, in order: those that are new to the observer have been taken. To be
-  // told of them late does no harm, if it is before the events are used: whoever has them is told
-  // of before they are filled or given back.
+  // All the blocks of a request, in order: those that are new to the observer have been taken. To
+  // be told of them late does no harm, if it is before the events are used: whoever has them is
+  // told of before they are filled or given back.
   void holds(pybind11::handle request_id, pybind11::handle blocks);
 
   // Since `clear`, somebody gave blocks back: as many as were known of may be others.

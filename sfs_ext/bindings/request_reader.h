@@ -70,8 +70,8 @@ class RequestReader {
 
   RequestRecord& record(pybind11::handle request) const;  // made at the first sight of it
 
-  // Fills in what changes. `row` has the constants, and blocks as read last or 0; `batches`: numbers
-  // of those in flight, oldest first.
+  // Fills in what changes. `row` has the constants, and blocks as read last or 0; `batches`:
+  // numbers of those in flight, oldest first.
   void read(pybind11::handle request, const RequestRecord& record,
             std::span<const std::uint64_t> batches, Resident& row) const;
 
