@@ -13,6 +13,7 @@
 #include <system_error>
 
 #include "arrays.h"
+#include "forest.h"
 #include "kv_observer.h"
 #include "sfs/block_keys.h"
 #include "sfs/emulated_engine.h"
@@ -592,5 +593,6 @@ PYBIND11_MODULE(_core, m) {
   bind_fleet(m);
   bind_engine(m);
   bind_virtual_engine(m);
+  bind_forest(m);
   bind_replay(m);
 }

@@ -18,6 +18,7 @@ forecast_dtype: np.dtype[np.void]
 load_dtype: np.dtype[np.void]
 event_dtype: np.dtype[np.void]
 kv_event_dtype: np.dtype[np.void]
+forest_node_dtype: np.dtype[np.void]
 
 class ForecastStatus(enum.IntEnum):
     OK = 0
@@ -491,6 +492,51 @@ class VirtualEngine:
     @property
     def prefix_hit_tokens(self) -> int:
         """Of these, those found in the prefix cache."""
+
+class ForestNodeKind(enum.IntEnum):
+    """LEAF; NUMERICAL: left where the feature is at most ``value``; CATEGORICAL: left where it is
+    in the set of ``words`` words from ``first_word``."""
+
+    LEAF = 0
+    NUMERICAL = 1
+    CATEGORICAL = 2
+
+class ForestMissing(enum.IntEnum):
+    """Which values go left where ``default_left``, else right. NaN is 0 to NONE and ZERO."""
+
+    NONE = 0
+    ZERO = 1
+    NAN = 2
+
+@final
+class Forest:
+    """The sum of what decision trees say of a row of features, as LightGBM says it. Immutable.
+
+    Values within 1e-35 of 0 are 0. A category is a value without its fraction; what is negative,
+    NaN or not in the set goes right."""
+
+    def __init__(
+        self,
+        nodes: NDArray[np.void],
+        roots: NDArray[np.int32],
+        features: int,
+        category_words: NDArray[np.uint32] = ...,
+    ) -> None:
+        """nodes: forest_node_dtype[n], children behind parents. roots: int32[trees], numbers of
+        nodes. category_words: uint32[m], bit j of a set's word i the category 32 i + j.
+
+        ValueError naming the tree and the node that is not sound, or the tree of more than 64
+        leaves."""
+
+    @property
+    def features(self) -> int:
+        """Values in a row."""
+
+    @staticmethod
+    def evaluate(forests: Sequence[Forest], rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        """float64[rows, features] to float64[rows, forests], without the interpreter's lock.
+
+        ValueError for rows of another shape, no forests, or forests of unequal features."""
 
 def replay(
     config: SchedulerConfig,
