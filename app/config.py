@@ -69,6 +69,8 @@ class RouterSettings(Settings):
     stale_after_s: PositiveFloat = 1.0
     silent_after_s: PositiveFloat = 5.0
     records_dir: str | None = None
+    predictor: str | None = None
+    """What ``foretoken train`` wrote, on every node with an ingress; followed as it changes."""
 
     @model_validator(mode="after")
     def _stale_before_silent(self) -> RouterSettings:
@@ -196,6 +198,7 @@ class ModelSettings(Settings):
     context_tokens: PositiveInt
     price_in_usd_per_mtok: NonNegativeFloat
     price_out_usd_per_mtok: NonNegativeFloat
+    parameters_billions: PositiveFloat | None = None
     prior: PriorSettings
     lps: LpsSettings | None = None
     engine: EngineSettings
@@ -255,6 +258,11 @@ class PoolSettings(Settings):
     router: RouterSettings = RouterSettings()
     tokenizers: dict[str, TokenizerSettings] = Field(min_length=1)
     models: tuple[ModelSettings, ...] = Field(min_length=1, strict=False)
+
+    @property
+    def feature_tokenizer(self) -> str:
+        """Whose token ids predictors see: the first."""
+        return next(iter(self.tokenizers))
 
     @model_validator(mode="after")
     def _names_agree(self) -> PoolSettings:

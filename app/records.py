@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from app.types import Decision, Estimator, Forecast
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = "2"
+SCHEMA_VERSION = "3"
 _VERSION_KEY = b"foretoken_schema_version"
 
 
@@ -45,6 +45,11 @@ class DecisionRecord:
     output_tokens: int
     finish_reason: str
     """The engine's, or ``error``, ``abort``, ``disconnected``."""
+    prompt_hash: list[int] = field(default_factory=list)
+    prompt_description: list[float] = field(default_factory=list)
+    """``PromptFeatures``, of which the prompt cannot be read back: what predictors are trained on.
+    Empty where none were made."""
+    feature_version: int = 0
 
 
 _FORECAST = pa.struct(
@@ -61,6 +66,9 @@ _FORECAST = pa.struct(
         ("throughput_ttft_s", pa.float64()),
         ("quality", pa.float64()),
         ("predicted_output_tokens", pa.float64()),
+        ("output_tokens_low", pa.float64()),
+        ("output_tokens_high", pa.float64()),
+        ("length_correction", pa.float64()),
         ("prediction_source", pa.string()),
         ("cost_microusd", pa.float64()),
         ("utility", pa.float64()),
@@ -93,6 +101,9 @@ SCHEMA = pa.schema(
         ("dispatch_s", pa.float64()),
         ("output_tokens", pa.int32()),
         ("finish_reason", pa.string()),
+        ("prompt_hash", pa.list_(pa.field("element", pa.int32()))),
+        ("prompt_description", pa.list_(pa.field("element", pa.float64()))),
+        ("feature_version", pa.int32()),
     ],
     metadata={_VERSION_KEY: SCHEMA_VERSION.encode()},
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -32,6 +33,22 @@ class Estimator(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class PromptFeatures:
+    """What predictors see of a prompt: raw, no model's projection is in it."""
+
+    buckets: NDArray[np.int32]
+    """Sum of the signs of the tokens whose hash falls into each."""
+    description: NDArray[np.float64]
+    """Counts and indicators, the token count first."""
+
+    @property
+    def hashed(self) -> NDArray[np.float64]:
+        """The signed hash over the token count."""
+        share: NDArray[np.float64] = self.buckets / max(1.0, self.description[0])
+        return share
+
+
+@dataclass(frozen=True, slots=True)
 class Query:
     """One request as the router sees it: tokenised, its limits known, its answer unknown."""
 
@@ -57,6 +74,8 @@ class Query:
     latency_weight: float
     """Delta of eq. 5, utility per second."""
     policy: str
+    features: PromptFeatures | None = None
+    """What predictors see of the prompt; None: whoever needs them makes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +127,14 @@ class Prediction:
     quality: float
     """In [0, 1]."""
     output_tokens: float
+    """Their mean."""
     source: str
     """Which predictor spoke: ``prior`` until one is trained."""
+    output_tokens_low: float = math.nan
+    output_tokens_high: float = math.nan
+    """One answer in ten is shorter, and one in ten longer; nan where that is not known."""
+    length_correction: float = 1.0
+    """What these lengths have been multiplied by, after requests that have finished."""
 
 
 @dataclass(slots=True)
@@ -136,6 +161,10 @@ class Forecast:
     """Eq. 6 beside the estimator in use, kept for comparison; nan without a snapshot."""
     quality: float
     predicted_output_tokens: float
+    """Their mean, as far as ``max_tokens`` allows, like the two that follow."""
+    output_tokens_low: float
+    output_tokens_high: float
+    length_correction: float
     prediction_source: str
     cost_microusd: float
     utility: float

@@ -220,6 +220,8 @@ def _candidate(forecast: Forecast) -> dict[str, Any]:
         "cached_tokens": forecast.cached_tokens,
         "predicted_output_tokens": forecast.predicted_output_tokens,
         "quality": forecast.quality,
+        "output_tokens_low": _number(forecast.output_tokens_low),
+        "output_tokens_high": _number(forecast.output_tokens_high),
         "prediction_source": forecast.prediction_source,
         "cost_microusd": forecast.cost_microusd,
         "utility": forecast.utility,
@@ -230,8 +232,12 @@ def _candidate(forecast: Forecast) -> dict[str, Any]:
 
 
 def _milliseconds(seconds: float) -> float | None:
+    return _number(round(seconds * 1e3, 3))
+
+
+def _number(value: float) -> float | None:
     """JSON knows neither inf (no target, no end) nor nan (no snapshot)."""
-    return round(seconds * 1e3, 3) if math.isfinite(seconds) else None
+    return value if math.isfinite(value) else None
 
 
 # Not as a decorator: it copies the routes with the globals they have at that moment.

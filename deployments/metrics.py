@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from ray.serve.metrics import Counter, Histogram
+import math
 
+from ray.serve.metrics import Counter, Gauge, Histogram
+
+from app.prediction.residuals import Drift
 from app.types import Decision
 
 _TTFT_BOUNDARIES_S = [
@@ -49,6 +52,21 @@ class RouterMetrics:
             tag_keys=("model", "outcome"),
         )
 
+        self._length_bias = Gauge(
+            "foretoken_output_length_bias_ratio",
+            description="How much longer newest answers were than predicted, before correction.",
+            tag_keys=("model",),
+        )
+        self._length_coverage = Gauge(
+            "foretoken_output_length_coverage_ratio",
+            description="Share of newest answers within the interval predicted for 0.8 of them.",
+            tag_keys=("model",),
+        )
+        self._predictor_trained_s = Gauge(
+            "foretoken_predictor_trained_timestamp_seconds",
+            description="When the predictor in use was trained; not there while priors speak.",
+        )
+
     def decided(self, decision: Decision) -> None:
         choice = decision.choice
         tags = {"model": choice.model, "estimator": choice.estimator.value}
@@ -63,3 +81,12 @@ class RouterMetrics:
     def ended(self, model: str, outcome: str) -> None:
         """``outcome``: the engine's finish reason, ``error`` or ``disconnected``."""
         self._requests.inc(1, {"model": model, "outcome": outcome})
+
+    def length_drift(self, model: str, drift: Drift) -> None:
+        if not math.isnan(drift.bias):
+            self._length_bias.set(drift.bias, {"model": model})
+        if not math.isnan(drift.coverage):
+            self._length_coverage.set(drift.coverage, {"model": model})
+
+    def predictor(self, trained_s: float) -> None:
+        self._predictor_trained_s.set(trained_s)

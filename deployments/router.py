@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import RayServeException, ReplicaUnavailableError
@@ -24,10 +24,12 @@ from app.chat import PromptError
 from app.config import PoolSettings
 from app.identity import new_decision_id, request_key
 from app.prediction import PriorPredictor
+from app.prediction.features import FEATURE_VERSION, prompt_features
+from app.prediction.online import OnlinePredictor
 from app.records import DecisionRecord, RecordWriter
 from app.router import NoCandidate, Router
 from app.tokenizer import Tokenizers
-from app.types import AUTO, Decision, Query, TokenIds
+from app.types import AUTO, FINISH_REASONS, Decision, PromptFeatures, Query, TokenIds
 from deployments.hub import FleetVersion, FleetView
 from deployments.messages import (
     Accepted,
@@ -45,11 +47,16 @@ from deployments.openai_protocol import ApiError, Generation, parse
 from deployments.snapshots import SnapshotFeed
 from deployments.upkeep import raise_if_ended
 
+if TYPE_CHECKING:
+    from app.prediction.source import PredictorFile
+
 logger = logging.getLogger("ray.serve")
 
 LONG_PROMPT_CHARACTERS = 20_000
 """From here on tokenising would hold up the other requests."""
 HUB_RETRY_S = 1.0
+PREDICTOR_INTERVAL_S = 2.0
+"""Between looks at whether the predictor's file has changed."""
 DEATHS_PER_REQUEST = 2
 """A request that kills whoever runs it must not run on every replica."""
 
@@ -85,6 +92,7 @@ class QueryRouter:
         node_id: str,
     ) -> None:
         """``node_id``: Ray's name of the node, on which snapshots are read in shared memory."""
+        _log_with_serve()
         self._settings = settings
         self._models = {model.name: model for model in settings.models}
         self._hub = hub
@@ -93,14 +101,26 @@ class QueryRouter:
         for name in settings.tokenizers:
             # Loaded now rather than on somebody's first query.
             self._tokenizers[name]
-        self._router = Router(settings, PriorPredictor(settings))
+        self._predictor = OnlinePredictor(PriorPredictor(settings))
+        self._router = Router(settings, self._predictor)
         self._instances: dict[str, InstanceReport] = {}
         self._node_id = node_id
         self._feed = SnapshotFeed(self._deliver, self._deliver_journal)
         self._metrics = RouterMetrics()
         folder = settings.router.records_dir
         self._records = None if folder is None else RecordWriter(folder)
-        self._following = asyncio.create_task(self._follow_fleet(), name="following the fleet")
+        self._following = [
+            asyncio.create_task(self._follow_fleet(), name="following the fleet"),
+        ]
+        if settings.router.predictor is not None:
+            # LightGBM, and the OpenMP runtime that it brings, only where it is needed.
+            from app.prediction.source import PredictorFile
+
+            file = PredictorFile(settings, settings.router.predictor)
+            following = asyncio.create_task(
+                self._follow_predictor(file), name="following the predictor"
+            )
+            self._following.append(following)
         self._removals: set[asyncio.Task[None]] = set()
 
     @property
@@ -146,10 +166,10 @@ class QueryRouter:
 
     def check_health(self) -> None:
         """Raises what keeps the router from following the fleet."""
-        raise_if_ended(self._following)
+        raise_if_ended(*self._following)
 
     def stop(self) -> None:
-        for task in (self._following, *self._removals):
+        for task in (*self._following, *self._removals):
             task.cancel()
         self._feed.stop()
         if self._records is not None:
@@ -193,9 +213,16 @@ class QueryRouter:
             for model in self._settings.models
             if generation.model in (AUTO, model.name)
         )
+        seen_by = self._settings.feature_tokenizer if self._sees_prompts else None
         try:
             text = generation.text
             prompts = {name: await self._encode(generation, name, len(text)) for name in tokenizers}
+            features = None
+            if seen_by is not None:
+                ids = prompts.get(seen_by)
+                if ids is None:
+                    ids = await self._encode(generation, seen_by, len(text))
+                features = await self._features(ids, text)
         except PromptError as error:
             param = str(error).split(" ", 1)[0]
             raise ApiError(400, str(error), param) from error
@@ -215,7 +242,18 @@ class QueryRouter:
             cost_weight=_first(wanted.lambda_per_microusd, defaults.lambda_per_microusd),
             latency_weight=_first(wanted.delta_per_s, defaults.delta_per_s),
             policy=_first(wanted.policy, defaults.policy),
+            features=features,
         )
+
+    @property
+    def _sees_prompts(self) -> bool:
+        """Whether anybody wants to know what prompts look like."""
+        return self._settings.router.predictor is not None or self._records is not None
+
+    async def _features(self, ids: TokenIds, text: str) -> PromptFeatures:
+        if len(text) < LONG_PROMPT_CHARACTERS:
+            return prompt_features(ids, text)
+        return await asyncio.to_thread(prompt_features, ids, text)
 
     async def _encode(self, generation: Generation, tokenizer: str, characters: int) -> TokenIds:
         if characters < LONG_PROMPT_CHARACTERS:
@@ -233,6 +271,8 @@ class QueryRouter:
         """The chosen replica's payloads. However it ends, the booking is released, and the request
         settled unless the replica was lost: then it is not over yet."""
         choice = decision.choice
+        # It may be replaced before the answer ends.
+        promised_by = self._predictor.version
         seen = _Observed(query.arrived_s, sent_s=time.time(), streams=bool(generation.stream))
         engine = self._engines[choice.model]
         replica_id = self._instances[choice.instance_id].replica_id
@@ -257,6 +297,11 @@ class QueryRouter:
                                 output_tokens,
                                 finish_reason,
                             )
+                            if finish_reason in FINISH_REASONS.values():
+                                self._predictor.finished(choice, output_tokens, promised_by)
+                                self._metrics.length_drift(
+                                    choice.model, self._predictor.drift_of(choice.model)
+                                )
                         case Failed(status, error):
                             raise ApiError.of(status, error)
         except (GeneratorExit, asyncio.CancelledError):
@@ -314,6 +359,14 @@ class QueryRouter:
             predicted_output_tokens=choice.predicted_output_tokens,
             priority=query.priority,
         )
+
+    async def _follow_predictor(self, file: PredictorFile) -> None:
+        while True:
+            loaded = await asyncio.to_thread(file.newer)
+            if loaded is not None:
+                self._predictor.replace(loaded.predictor)
+                self._metrics.predictor(loaded.trained_s)
+            await asyncio.sleep(PREDICTOR_INTERVAL_S)
 
     async def _follow_fleet(self) -> None:
         version: FleetVersion | None = None
@@ -419,6 +472,7 @@ class _Observed:
         return _since(self.engine_first_s, self.first_s)
 
     def record(self, query: Query, decision: Decision) -> DecisionRecord:
+        seen = query.features
         return DecisionRecord(
             decision=decision,
             requested_model=query.model,
@@ -431,7 +485,17 @@ class _Observed:
             dispatch_s=self.dispatch_s,
             output_tokens=self.output_tokens,
             finish_reason=self.ending,
+            prompt_hash=[] if seen is None else seen.buckets.tolist(),
+            prompt_description=[] if seen is None else seen.description.tolist(),
+            feature_version=FEATURE_VERSION,
         )
+
+
+def _log_with_serve() -> None:
+    """Serve sets up its own logger alone; what ``app`` has to say is for the same readers."""
+    app_logger = logging.getLogger("app")
+    app_logger.handlers = list(logger.handlers)
+    app_logger.setLevel(logger.getEffectiveLevel())
 
 
 def _since(start_s: float | None, end_s: float | None) -> float | None:

@@ -402,7 +402,7 @@ class TestFleetViews:
 
         async def scenario() -> None:
             async with routing(settings, [instance("small")], Engines(), OddHub()) as (router, _):
-                await asyncio.wait([router._following])
+                await asyncio.wait(router._following)
                 with pytest.raises(RuntimeError, match="another version"):
                     router.check_health()
 
@@ -468,4 +468,7 @@ def test_metrics_are_named_as_prometheus_has_it() -> None:
         "foretoken_predicted_time_to_first_token_seconds",
         "foretoken_decision_seconds",
         "foretoken_requests_total",
+        "foretoken_output_length_bias_ratio",
+        "foretoken_output_length_coverage_ratio",
+        "foretoken_predictor_trained_timestamp_seconds",
     }

@@ -24,6 +24,9 @@ def record(number: int = 0) -> DecisionRecord:
         throughput_ttft_s=0.3,
         quality=0.4,
         predicted_output_tokens=200.0,
+        output_tokens_low=50.0,
+        output_tokens_high=400.0,
+        length_correction=1.0,
         prediction_source="prior",
         cost_microusd=90.0,
         utility=0.355,
@@ -56,6 +59,9 @@ def record(number: int = 0) -> DecisionRecord:
         dispatch_s=0.005,
         output_tokens=150,
         finish_reason="stop",
+        prompt_hash=[0, -3, 12],
+        prompt_description=[100.0, 0.5],
+        feature_version=1,
     )
 
 
@@ -127,7 +133,7 @@ def test_what_cannot_be_written_is_kept(tmp_path: Path) -> None:
 def test_another_schema_version_is_refused(tmp_path: Path) -> None:
     table = SCHEMA.with_metadata({b"foretoken_schema_version": b"0"}).empty_table()
     pq.write_table(table, tmp_path / "old.parquet")
-    with pytest.raises(ValueError, match=r"old.parquet.*version 0; this reads 2"):
+    with pytest.raises(ValueError, match=r"old.parquet.*version 0; this reads 3"):
         read_records(tmp_path)
 
 

@@ -1,0 +1,92 @@
+"""How much to believe of what boosters say of quality.
+
+Which model answers best depends on differences between models, and judges' scores hold far more
+noise than such differences. What is said of a prompt is therefore taken apart, into what is said of
+the prompt, alike for all models, and of one model beside the others; of each so much is believed as
+has held for prompts that the boosters had not seen. Where nothing held, every prompt gets the
+models' mean scores, and nobody is routed by noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class QualityCalibration:
+    mean_score: tuple[float, ...]
+    mean_prediction: tuple[float, ...]
+    """By model."""
+    common: float
+    own: float
+    """Shares that are believed, in [0, 1]."""
+
+    @classmethod
+    def fit(
+        cls,
+        prompt_ids: Sequence[str],
+        models: NDArray[np.int64],
+        scores: Floats,
+        predictions: Floats,
+        model_count: int,
+    ) -> QualityCalibration:
+        """Of answers' scores and of what was predicted of them unseen. ``models``: the place of
+        each answer's model, below ``model_count``."""
+        prompts = np.unique(np.array(prompt_ids), return_inverse=True)[1]
+        score = _Parts.of(scores, models, prompts, model_count)
+        prediction = _Parts.of(predictions, models, prompts, model_count)
+        return cls(
+            mean_score=tuple(score.means.tolist()),
+            mean_prediction=tuple(prediction.means.tolist()),
+            common=_held(prediction.common, score.common),
+            own=_held(prediction.own, score.own),
+        )
+
+    def apply(self, predictions: Sequence[float]) -> list[float]:
+        """Of one prompt, by model, to the same in [0, 1]."""
+        left = [said - mean for said, mean in zip(predictions, self.mean_prediction, strict=True)]
+        common = sum(left) / len(left)
+        return [
+            min(1.0, max(0.0, mean + self.common * common + self.own * (one - common)))
+            for mean, one in zip(self.mean_score, left, strict=True)
+        ]
+
+
+def _held(predicted: Floats, observed: Floats) -> float:
+    """The slope of the least-squares line through the origin, in [0, 1]."""
+    power = float(predicted @ predicted)
+    if power <= 0.0:
+        return 0.0
+    return min(1.0, max(0.0, float(predicted @ observed) / power))
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    means: Floats
+    """(models,)"""
+    common: Floats
+    own: Floats
+    """(answers,): what is left of each, alike for all answers to its prompt, and the rest."""
+
+    @classmethod
+    def of(
+        cls, values: Floats, models: NDArray[np.int64], prompts: NDArray[np.int64], count: int
+    ) -> _Parts:
+        means = _group_means(values, models, count)
+        left = values - means[models]
+        common = _group_means(left, prompts, int(prompts.max()) + 1)[prompts]
+        return cls(means, common, left - common)
+
+
+def _group_means(values: Floats, groups: NDArray[np.int64], count: int) -> Floats:
+    """A group without members has the mean of all: what is said of a model without scores must not
+    look like what is said of the prompt."""
+    members = np.bincount(groups, minlength=count)
+    means = np.bincount(groups, values, count) / np.maximum(members, 1)
+    return np.where(members > 0, means, values.mean())

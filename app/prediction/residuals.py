@@ -1,0 +1,78 @@
+"""How predicted lengths compare with those of requests that have finished."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+from app.types import Forecast
+
+WINDOW = 500
+"""Finished requests of a model that are looked back on."""
+PRIOR_REQUESTS = 20
+"""As many weigh as much as the belief that predictions are right on average."""
+DRIFT_REQUESTS = 100
+"""From here on a bias or a coverage is no accident."""
+LARGEST_BIAS = 0.25
+SMALLEST_COVERAGE = 0.6
+"""Of an interval that should hold 0.8."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    requests: int
+    bias: float
+    """How much longer answers were than predicted before any correction, as a share; nan without
+    requests."""
+    coverage: float
+    """Share of the answers within the interval that was promised; nan where none was."""
+
+    @property
+    def alarming(self) -> bool:
+        return self.requests >= DRIFT_REQUESTS and (
+            abs(self.bias) > LARGEST_BIAS or self.coverage < SMALLEST_COVERAGE
+        )
+
+
+class LengthResiduals:
+    """Of one model, over its newest requests. A limit on the answer cuts the prediction and the
+    answer alike, so that both can be compared under it."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int, bool | None]] = deque()
+        self._predicted = self._observed = 0.0
+        self._told = self._inside = 0
+
+    def observe(self, forecast: Forecast, output_tokens: int) -> None:
+        predicted = forecast.predicted_output_tokens
+        if predicted < forecast.max_tokens:
+            predicted = min(predicted / forecast.length_correction, forecast.max_tokens)
+        low, high = forecast.output_tokens_low, forecast.output_tokens_high
+        inside = None if math.isnan(low + high) else math.floor(low) <= output_tokens <= high
+        self._seen.append((predicted, output_tokens, inside))
+        self._count(predicted, output_tokens, inside, 1)
+        if len(self._seen) > WINDOW:
+            self._count(*self._seen.popleft(), -1)
+
+    def _count(self, predicted: float, observed: int, inside: bool | None, times: int) -> None:
+        self._predicted += times * predicted
+        self._observed += times * observed
+        self._told += times * (inside is not None)
+        self._inside += times * bool(inside)
+
+    @property
+    def correction(self) -> float:
+        """What predictions are to be multiplied by."""
+        if not self._seen:
+            return 1.0
+        believed = PRIOR_REQUESTS * self._predicted / len(self._seen)
+        return (self._observed + believed) / (self._predicted + believed)
+
+    @property
+    def drift(self) -> Drift:
+        return Drift(
+            requests=len(self._seen),
+            bias=self._observed / self._predicted - 1.0 if self._seen else math.nan,
+            coverage=self._inside / self._told if self._told else math.nan,
+        )

@@ -1,0 +1,244 @@
+"""Corrections of predicted lengths, and their drift."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from app.config import PoolSettings
+from app.prediction.online import OnlinePredictor
+from app.prediction.prior import PriorPredictor
+from app.prediction.residuals import (
+    DRIFT_REQUESTS,
+    LARGEST_BIAS,
+    PRIOR_REQUESTS,
+    SMALLEST_COVERAGE,
+    WINDOW,
+    LengthResiduals,
+)
+from app.types import Estimator, Forecast, ModelSpec, Prediction, Query
+
+
+def forecast(tokens: float = 100.0, **changed: Any) -> Forecast:
+    whole = Forecast(
+        instance_id="small-0",
+        model="small",
+        estimator=Estimator.SFS,
+        prompt_tokens=10,
+        cached_tokens=0,
+        max_tokens=4096,
+        ttft_s=0.1,
+        waiting_s=0.0,
+        prefill_s=0.1,
+        throughput_ttft_s=0.1,
+        quality=0.5,
+        predicted_output_tokens=tokens,
+        output_tokens_low=tokens / 2,
+        output_tokens_high=tokens * 2,
+        length_correction=1.0,
+        prediction_source="trained",
+        cost_microusd=1.0,
+        utility=0.5,
+        feasible=True,
+        snapshot_age_s=0.0,
+        running=0,
+        waiting=0,
+    )
+    return replace(whole, **changed)
+
+
+def after(*seen: tuple[Forecast, int]) -> LengthResiduals:
+    residuals = LengthResiduals()
+    for promised, output_tokens in seen:
+        residuals.observe(promised, output_tokens)
+    return residuals
+
+
+class TestCorrection:
+    def test_before_anything_has_finished(self) -> None:
+        residuals = after()
+        assert residuals.correction == 1.0
+        assert residuals.drift.requests == 0 and not residuals.drift.alarming
+        assert math.isnan(residuals.drift.bias) and math.isnan(residuals.drift.coverage)
+
+    def test_as_many_as_the_belief_correct_by_half(self) -> None:
+        assert after(*[(forecast(100), 200)] * PRIOR_REQUESTS).correction == pytest.approx(1.5)
+
+    def test_one_request_moves_it_a_little(self) -> None:
+        # (200 + 20 * 100) / (100 + 20 * 100)
+        assert after((forecast(100), 200)).correction == pytest.approx(2200 / 2100)
+
+    def test_it_is_of_sums_not_of_ratios(self) -> None:
+        # Mean prediction 150: (20 + 600 + 20 * 150) / (300 + 20 * 150)
+        residuals = after((forecast(100), 20), (forecast(200), 600))
+        assert residuals.correction == pytest.approx(3620 / 3300)
+        assert residuals.drift.bias == pytest.approx(620 / 300 - 1)
+
+    def test_what_was_corrected_already_counts_as_it_was_before(self) -> None:
+        corrected = forecast(150, length_correction=1.5)
+        assert after((corrected, 200)).correction == after((forecast(100), 200)).correction
+
+    def test_corrections_settle_where_the_bias_is(self) -> None:
+        residuals = LengthResiduals()
+        for _ in range(WINDOW):
+            factor = residuals.correction
+            residuals.observe(forecast(100 * factor, length_correction=factor), 200)
+        # (200 + 20 / 500 * 100) / (100 + 20 / 500 * 100)
+        assert residuals.correction == pytest.approx(204 * 5 / 520)
+
+    def test_empty_answers(self) -> None:
+        residuals = after(*[(forecast(100), 0)] * PRIOR_REQUESTS)
+        assert residuals.correction == pytest.approx(0.5)
+        assert residuals.drift.bias == -1.0
+
+
+class TestLimits:
+    def test_a_limit_cuts_both(self) -> None:
+        """Predicted longer than it allows, and as long as it allows: nothing to correct."""
+        cut = forecast(50, max_tokens=50, output_tokens_low=50, output_tokens_high=50)
+        residuals = after(*[(cut, 50)] * 40)
+        assert residuals.correction == pytest.approx(1.0)
+        assert residuals.drift.coverage == 1.0
+
+    def test_an_answer_that_ends_before_it(self) -> None:
+        cut = forecast(50, max_tokens=50)
+        assert after((cut, 10)).correction == pytest.approx((10 + 1000) / (50 + 1000))
+
+    def test_without_its_correction_a_prediction_may_be_above_the_limit(self) -> None:
+        shortened = forecast(40, max_tokens=50, length_correction=0.5)
+        assert after((shortened, 50)).correction == pytest.approx(1.0)
+
+
+class TestWindow:
+    def test_the_oldest_are_forgotten(self) -> None:
+        residuals = after(*[(forecast(100), 1000)] * WINDOW, *[(forecast(100), 100)] * WINDOW)
+        assert residuals.correction == pytest.approx(1.0)
+        assert residuals.drift.requests == WINDOW
+        assert residuals.drift.bias == pytest.approx(0.0)
+        assert residuals.drift.coverage == 1.0
+
+
+class TestCoverage:
+    def test_both_ends_count_as_inside(self) -> None:
+        promised = forecast(100, output_tokens_low=49.7, output_tokens_high=200.0)
+        inside = [after((promised, tokens)).drift.coverage for tokens in (48, 49, 50, 200, 201)]
+        assert inside == [0, 1, 1, 1, 0]
+
+    def test_where_no_interval_was_promised_there_is_none(self) -> None:
+        silent = forecast(100, output_tokens_low=math.nan, output_tokens_high=math.nan)
+        drift = after(*[(silent, 100)] * DRIFT_REQUESTS).drift
+        assert math.isnan(drift.coverage)
+        assert not drift.alarming
+        assert after((silent, 100), (forecast(100), 1000)).drift.coverage == 0.0
+
+
+class TestAlarm:
+    def test_a_bias(self) -> None:
+        tokens = math.ceil(100 * (1 + LARGEST_BIAS)) + 1
+        assert not after(*[(forecast(100), tokens)] * (DRIFT_REQUESTS - 1)).drift.alarming
+        assert after(*[(forecast(100), tokens)] * DRIFT_REQUESTS).drift.alarming
+        assert not after(*[(forecast(100), 100)] * DRIFT_REQUESTS).drift.alarming
+
+    def test_an_interval_that_does_not_hold(self) -> None:
+        outside = DRIFT_REQUESTS - math.ceil(SMALLEST_COVERAGE * DRIFT_REQUESTS)
+        narrow = forecast(100, output_tokens_low=99.0, output_tokens_high=101.0)
+
+        def missing(count: int) -> LengthResiduals:
+            hits = [(narrow, 100)] * (DRIFT_REQUESTS - count)
+            return after(*hits, *[(narrow, 90), (narrow, 110)] * (count // 2))
+
+        assert not missing(outside).drift.alarming
+        assert missing(outside + 2).drift.alarming
+
+
+class Fixed:
+    """Says 100 tokens, between 50 and 200, of every model."""
+
+    def predict(self, query: Query, models: Sequence[ModelSpec]) -> Sequence[Prediction]:
+        return [Prediction(0.5, 100.0, "trained", 50.0, 200.0) for _ in models]
+
+
+def serve(
+    online: OnlinePredictor, query: Query, model: ModelSpec, output_tokens: int, times: int = 1
+) -> None:
+    for _ in range(times):
+        [said] = online.predict(query, [model])
+        promised = forecast(
+            said.output_tokens,
+            model=model.name,
+            output_tokens_low=said.output_tokens_low,
+            output_tokens_high=said.output_tokens_high,
+            length_correction=said.length_correction,
+        )
+        online.finished(promised, output_tokens, online.version)
+
+
+class TestOnline:
+    def test_all_lengths_of_that_model_are_corrected_and_nothing_else(
+        self, pool: PoolSettings, query: Callable[..., Query]
+    ) -> None:
+        small, large = (model.spec() for model in pool.models)
+        online = OnlinePredictor(Fixed())
+        assert online.predict(query(), [small, large]) == Fixed().predict(query(), [small, large])
+        serve(online, query(), small, 200)
+        corrected, other = online.predict(query(), [small, large])
+        factor = 2200 / 2100
+        assert corrected.quality == 0.5 and corrected.source == "trained"
+        assert corrected.length_correction == pytest.approx(factor)
+        assert corrected.output_tokens == pytest.approx(100 * factor)
+        assert corrected.output_tokens_low == pytest.approx(50 * factor)
+        assert corrected.output_tokens_high == pytest.approx(200 * factor)
+        assert other == Prediction(0.5, 100.0, "trained", 50.0, 200.0)
+
+    def test_a_drift_is_told_when_it_begins(
+        self, pool: PoolSettings, query: Callable[..., Query], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        small, large = (model.spec() for model in pool.models)
+        online = OnlinePredictor(Fixed())
+        with caplog.at_level(logging.WARNING):
+            serve(online, query(), small, 150, times=DRIFT_REQUESTS - 1)
+            serve(online, query(), large, 100, times=DRIFT_REQUESTS + 1)
+            assert caplog.messages == []
+            serve(online, query(), small, 150, times=50)
+            [told] = caplog.messages
+        assert "small" in told and "100 answers are +50% longer" in told and "100%" in told
+        assert online.drift_of("small").alarming and not online.drift_of("large").alarming
+
+    def test_one_that_comes_back_is_told_again(
+        self, pool: PoolSettings, query: Callable[..., Query], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        small = pool.models[0].spec()
+        online = OnlinePredictor(Fixed())
+        serve(online, query(), small, 150, times=DRIFT_REQUESTS)
+        serve(online, query(), small, 100, times=WINDOW)
+        assert not online.drift_of("small").alarming
+        serve(online, query(), small, 190, times=WINDOW)
+        assert len(caplog.messages) == 2
+
+    def test_another_predictor_starts_anew(
+        self, pool: PoolSettings, query: Callable[..., Query]
+    ) -> None:
+        small = pool.models[0].spec()
+        online = OnlinePredictor(Fixed())
+        serve(online, query(), small, 200, times=30)
+        online.replace(PriorPredictor(pool))
+        assert online.predict(query(), [small]) == PriorPredictor(pool).predict(query(), [small])
+        assert online.drift_of("small").requests == 0
+
+    def test_what_the_one_before_promised_says_nothing_of_it(
+        self, pool: PoolSettings, query: Callable[..., Query]
+    ) -> None:
+        small = pool.models[0].spec()
+        online = OnlinePredictor(PriorPredictor(pool))
+        before = online.version
+        online.replace(Fixed())
+        online.finished(forecast(1000), 1, before)
+        assert online.drift_of("small").requests == 0
+        online.finished(forecast(100), 100, online.version)
+        assert online.drift_of("small").requests == 1
+        assert online.predict(query(), [small])[0].length_correction == 1.0

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from planted import features, planted
+
+from app.prediction.features import DESCRIPTION, HASH_BUCKETS
+from app.prediction.projection import Projection
+
+PROMPTS = [example.prompt for example in planted(40)]
+
+
+def test_axes_are_orthonormal_and_keep_what_varies_most() -> None:
+    projection = Projection.fit(PROMPTS, 8)
+    axes = projection.components
+    assert axes.shape == (8, HASH_BUCKETS)
+    np.testing.assert_allclose(axes @ axes.T, np.eye(8), atol=1e-9)
+    spread = projection.rows(PROMPTS)[:, :8].var(axis=0)
+    assert (np.diff(spread) <= 1e-12).all()
+
+
+def test_axes_point_to_their_largest_entry() -> None:
+    axes = Projection.fit(PROMPTS).components
+    largest = axes[np.arange(len(axes)), np.abs(axes).argmax(axis=1)]
+    assert (largest > 0).all()
+
+
+def test_a_row_is_named_column_by_column() -> None:
+    projection = Projection.fit(PROMPTS, 3)
+    assert projection.names == ["hash_0", "hash_1", "hash_2", *DESCRIPTION]
+    rows = projection.rows(PROMPTS)
+    assert rows.shape == (len(PROMPTS), len(projection.names))
+    np.testing.assert_array_equal(rows[5], projection.row(PROMPTS[5]))
+    np.testing.assert_array_equal(rows[5, 3:], PROMPTS[5].description)
+    np.testing.assert_allclose(rows[:, :3].mean(axis=0), 0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize("prompts", [1, 2, 5])
+def test_fewer_prompts_than_axes(prompts: int) -> None:
+    projection = Projection.fit(PROMPTS[: 2 * prompts : 2])
+    assert len(projection.components) == prompts
+    assert np.isfinite(projection.rows(PROMPTS)).all()
+
+
+def test_prompts_that_are_all_alike() -> None:
+    projection = Projection.fit([features()] * 30)
+    np.testing.assert_allclose(projection.row(features())[:16], 0.0, atol=1e-12)
+    assert np.isfinite(projection.row(features("another", 5, 6))).all()
+
+
+def test_no_prompt_to_project() -> None:
+    assert Projection.fit(PROMPTS, 3).rows([]).shape == (0, 3 + len(DESCRIPTION))
