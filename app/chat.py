@@ -31,6 +31,11 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
+def said(messages: Sequence[Message]) -> str:
+    """What the messages say, without the template. Raises PromptError."""
+    return "\n".join(message["content"] for message in plain_messages(messages))
+
+
 def plain_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
     """Raises PromptError."""
     plain = []

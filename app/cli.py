@@ -180,7 +180,7 @@ def study_predictors(
     """What predictors of quality and length are worth, beside simpler ones, as Markdown tables."""
     try:
         models = [predictors.StudiedModel.parse(text) for text in model]
-        names = dict(pair.split("=", 1) for pair in rename or ())
+        names = dict(_renamed(pair) for pair in rename or ())
         tokenizer = QwenTokenizer()
         examples = read_examples(data, tokenizer, names, [m.card.name for m in models])
         sentences = predictors.SentenceEncoder(prompt_texts(data, names)) if encoder else None
@@ -190,6 +190,13 @@ def study_predictors(
     except (ValueError, ImportError) as error:
         raise typer.BadParameter(str(error)) from error
     _show(predictors.markdown(results), results.to_json(), output, "predictors.json")
+
+
+def _renamed(pair: str) -> tuple[str, str]:
+    column, is_given, name = pair.partition("=")
+    if not (column and is_given and name):
+        raise ValueError(f"--rename {pair!r}: expected column=name")
+    return column, name
 
 
 def _pool(path: Path) -> PoolSettings:

@@ -1,4 +1,5 @@
-"""What was decided for each request and what came of it, kept as Parquet. Prompts are not kept."""
+"""What was decided for each request and what came of it, kept as Parquet. Prompts are not kept,
+but what predictors see of them is."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ class DecisionRecord:
     """The engine's, or ``error``, ``abort``, ``disconnected``."""
     prompt_hash: list[int] = field(default_factory=list)
     prompt_description: list[float] = field(default_factory=list)
-    """``PromptFeatures``, of which the prompt cannot be read back: what predictors are trained on.
-    Empty where none were made."""
+    """``PromptFeatures``, which predictors are trained on: empty where none were made. Whoever
+    suspects a short prompt can check it against them."""
     feature_version: int = 0
 
 
@@ -142,9 +143,8 @@ def read_records(path: str | Path) -> list[DecisionRecord]:
 
 
 def _row(record: DecisionRecord) -> dict[str, Any]:
-    row = asdict(record)
-    decision: dict[str, Any] = row.pop("decision")
-    return decision | row
+    # Not asdict(record): that would copy each prompt's hash number by number.
+    return asdict(record.decision) | {name: getattr(record, name) for name in _RECORD_FIELDS}
 
 
 def _record(row: dict[str, Any]) -> DecisionRecord:

@@ -98,11 +98,13 @@ def _json_rows(path: Path, torn_end: bool) -> Iterator[Row]:
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
     number = 0
-    try:
-        with pq.ParquetFile(path) as file:
+    # Opened outside of what is caught: pyarrow reports a damaged page, too, by an OSError.
+    with pa.OSFile(str(path)) as opened:
+        try:
+            file = pq.ParquetFile(opened)
             for batch in file.iter_batches():
                 for values in batch.to_pylist():
                     number += 1
                     yield Row(path, number, values)
-    except pa.ArrowException as error:
-        raise RowError(f"{path}: {error}") from error
+        except (pa.ArrowException, OSError, ValueError, LookupError, OverflowError) as error:
+            raise RowError(f"{path}: {error}") from error

@@ -176,6 +176,12 @@ class Forecast:
     running: int
     waiting: int
 
+    @property
+    def limits_answer(self) -> bool:
+        """Whether ``max_tokens`` may cut the answer: then its length says little of what was
+        predicted."""
+        return not self.output_tokens_high < self.max_tokens
+
 
 @dataclass(slots=True)
 class Decision:

@@ -64,7 +64,7 @@ class RouterMetrics:
         )
         self._predictor_trained_s = Gauge(
             "foretoken_predictor_trained_timestamp_seconds",
-            description="When the predictor in use was trained; not there while priors speak.",
+            description="When the predictor in use was trained; 0 while priors speak.",
         )
 
     def decided(self, decision: Decision) -> None:

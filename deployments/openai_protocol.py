@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from app.chat import plain_messages
+from app.chat import said
 from app.policies import PolicyName
 from app.tokenizer import Tokenizer
 from app.types import FinishReason, TokenIds
@@ -141,7 +141,7 @@ class ChatCompletion(Generation):
 
     @property
     def text(self) -> str:
-        return "\n".join(message["content"] for message in plain_messages(self.messages))
+        return said(self.messages)
 
     def encode(self, tokenizer: Tokenizer) -> TokenIds:
         return tokenizer.encode_chat(self.messages, self.tools, self.chat_template_kwargs)

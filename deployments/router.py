@@ -116,6 +116,7 @@ class QueryRouter:
             # LightGBM, and the OpenMP runtime that it brings, only where it is needed.
             from app.prediction.source import PredictorFile
 
+            self._metrics.predictor(0.0)
             file = PredictorFile(settings, settings.router.predictor)
             following = asyncio.create_task(
                 self._follow_predictor(file), name="following the predictor"
@@ -213,19 +214,13 @@ class QueryRouter:
             for model in self._settings.models
             if generation.model in (AUTO, model.name)
         )
-        seen_by = self._settings.feature_tokenizer if self._sees_prompts else None
         try:
             text = generation.text
             prompts = {name: await self._encode(generation, name, len(text)) for name in tokenizers}
-            features = None
-            if seen_by is not None:
-                ids = prompts.get(seen_by)
-                if ids is None:
-                    ids = await self._encode(generation, seen_by, len(text))
-                features = await self._features(ids, text)
         except PromptError as error:
             param = str(error).split(" ", 1)[0]
             raise ApiError(400, str(error), param) from error
+        features = await self._features(generation, text, prompts) if self._sees_prompts else None
         defaults, wanted = self._settings.router, generation.routing
         slo_ms = _first(wanted.ttft_slo_ms, slo_ms, defaults.ttft_slo_ms, math.inf)
         decision_id = new_decision_id()
@@ -250,7 +245,19 @@ class QueryRouter:
         """Whether anybody wants to know what prompts look like."""
         return self._settings.router.predictor is not None or self._records is not None
 
-    async def _features(self, ids: TokenIds, text: str) -> PromptFeatures:
+    async def _features(
+        self, generation: Generation, text: str, prompts: Mapping[str, TokenIds]
+    ) -> PromptFeatures | None:
+        """None for a prompt that the candidates take, and the tokenizer of features does not."""
+        name = self._settings.feature_tokenizer
+        try:
+            ids = (
+                prompts[name]
+                if name in prompts
+                else await self._encode(generation, name, len(text))
+            )
+        except PromptError:
+            return None
         if len(text) < LONG_PROMPT_CHARACTERS:
             return prompt_features(ids, text)
         return await asyncio.to_thread(prompt_features, ids, text)
@@ -487,7 +494,7 @@ class _Observed:
             finish_reason=self.ending,
             prompt_hash=[] if seen is None else seen.buckets.tolist(),
             prompt_description=[] if seen is None else seen.description.tolist(),
-            feature_version=FEATURE_VERSION,
+            feature_version=0 if seen is None else FEATURE_VERSION,
         )
 
 

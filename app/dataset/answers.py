@@ -70,7 +70,8 @@ def read_answers(path: str | Path) -> list[Answer]:
 
     What was answered stands over what failed, the newest failure over earlier ones. RowError,
     which names file and row, where a row is no answer, where two rows of one prompt id are not
-    the same prompt, and where a model has two different answers to one prompt.
+    the same prompt, and where a model has two different answers to one prompt, or one that was
+    counted differently.
     """
     prompts: dict[str, tuple[Prompt, Row]] = {}
     standing: dict[tuple[str, str], tuple[Answer, Row]] = {}
@@ -79,12 +80,26 @@ def read_answers(path: str | Path) -> list[Answer]:
         earlier, earlier_row = standing.setdefault(answer.key, (answer, row))
         if earlier.failure is not None:
             standing[answer.key] = answer, row
-        elif answer.failure is None and answer.text != earlier.text:
-            prompt_id, model = answer.key
-            raise row.error(
-                f"another answer of {model} to prompt {prompt_id!r} than in {earlier_row.place}"
-            )
+        elif answer.failure is None and (problem := _contradiction(earlier, answer)):
+            raise row.error(f"{problem} in {earlier_row.place}")
     return [answer for answer, _ in standing.values()]
+
+
+def _contradiction(earlier: Answer, answer: Answer) -> str | None:
+    """Ends where the earlier one's place is named."""
+    prompt_id, model = answer.key
+    if answer.text != earlier.text:
+        return f"another answer of {model} to prompt {prompt_id!r} than"
+    if answer.output_tokens != earlier.output_tokens:
+        return (
+            f"the answer of {model} to prompt {prompt_id!r} has output_tokens "
+            f"{_shown(answer.output_tokens)} here and {_shown(earlier.output_tokens)}"
+        )
+    return None
+
+
+def _shown(tokens: int | None) -> str:
+    return "null" if tokens is None else str(tokens)
 
 
 def _answer(row: Row, prompts: dict[str, tuple[Prompt, Row]]) -> Answer:

@@ -56,7 +56,8 @@ class Budget:
     async def settle(
         self, estimate_usd: float, prompt_tokens: int | None, output_tokens: int | None
     ) -> float | None:
-        """What the call cost: as estimated where the server did not count. None without prices."""
+        """What a call that was sent cost: as estimated where the server did not count, or did not
+        answer. None without prices."""
         cost_usd = None if self._prices is None else estimate_usd
         if prompt_tokens is not None and output_tokens is not None:
             self._output_tokens = max(self._output_tokens, output_tokens)
@@ -66,7 +67,7 @@ class Budget:
         return cost_usd
 
     async def release(self, estimate_usd: float) -> None:
-        """Of a call that came to nothing."""
+        """Of a call that was refused, or never sent."""
         await self._return(estimate_usd, 0.0)
 
     async def _return(self, estimate_usd: float, cost_usd: float) -> None:

@@ -19,6 +19,8 @@ from app.dataset.journal import Journal
 from app.dataset.prompts import read_prompts
 from app.rows import RowError, parse_object
 
+UNUSABLE = 2
+"""Exit code, as of a wrong option: a file that cannot be read or written."""
 BUDGET_REACHED = 3
 """Exit code."""
 
@@ -92,7 +94,11 @@ def judge_answers(
     ] = "OPENAI_API_KEY",
     budget_usd: Annotated[
         float | None,
-        typer.Option(help="For all that the output holds; asks nothing that would go beyond it."),
+        typer.Option(
+            help="For all that the output holds; makes no call that is expected to go beyond it. "
+            "A call that was sent but brought no usable answer counts as what it was expected to "
+            "cost; one that was refused, nothing."
+        ),
     ] = None,
     price_in_usd_per_mtok: Annotated[
         float | None, typer.Option(help="Per million tokens of prompts.")
@@ -105,14 +111,18 @@ def judge_answers(
     reasks: Annotated[int, typer.Option(help="When the judge returns no sound scores.")] = 2,
     timeout_s: Annotated[float, typer.Option(help="For each attempt at a call.")] = 120.0,
     fields: Annotated[
-        str, typer.Option(help="More of each request's body, as a JSON object.")
-    ] = '{"temperature": 0}',
+        str,
+        typer.Option(
+            help='More of each request\'s body, as a JSON object, such as {"temperature": 0}.'
+        ),
+    ] = "{}",
 ) -> None:
     """Score the answers to each prompt by a judge that is not told whose they are.
 
     A prompt is judged when all its answers have a score; a new answer has all of its prompt's
     judged again, and the newest scores stand. Exit code 1: some failed, and are judged by the next
-    run. Exit code 3: the budget is reached.
+    run; or the first calls were all refused alike, which ends the run. Exit code 2: a setting or a
+    file cannot be used. Exit code 3: the budget is reached.
     """
     try:
         settings = judge.Judging(
@@ -182,3 +192,6 @@ def _refusals() -> Iterator[None]:
     except EndpointError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
+    except OSError as error:
+        typer.echo(" ".join(str(error).split()), err=True)
+        raise typer.Exit(UNUSABLE) from error

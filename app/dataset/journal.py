@@ -5,7 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,10 +36,11 @@ class Journal:
             raise
 
     def append(self, *rows: Mapping[str, Any]) -> None:
-        """They are in the file, together, when this returns."""
+        """They are in the file, together, when this returns. Raises OSError."""
         lines = [json.dumps(row, allow_nan=False) + "\n" for row in rows]
-        self._file.write("".join(lines).encode())
-        self._file.flush()
+        with self._named():
+            self._file.write("".join(lines).encode())
+            self._file.flush()
 
     def __enter__(self) -> Journal:
         return self
@@ -49,7 +51,15 @@ class Journal:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._file.close()
+        with self._named():  # What could not be written is tried once more.
+            self._file.close()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def _mend_end(self) -> None:
         self._file.seek(0)

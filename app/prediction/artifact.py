@@ -151,11 +151,12 @@ def save(artifact: Artifact, path: str | Path) -> None:
 
 
 def load(path: str | Path) -> Artifact:
-    """Raises ArtifactError."""
+    """Raises ArtifactError, OSError."""
+    data = Path(path).read_bytes()
     try:
-        file = _File.model_validate(json.loads(Path(path).read_text(encoding="utf-8")))
+        file = _File.model_validate(json.loads(data))
         found = _sha256(file.predictor)
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{path}: no predictor: {_first(error)}") from error
     if found != file.sha256:
         raise ArtifactError(f"{path}: corrupt: its checksum is not that of its content")

@@ -13,7 +13,12 @@ from app.dataset.scores import read_scores
 from app.prediction import artifact as artifacts
 from app.prediction import report
 from app.prediction.artifact import ArtifactError
-from app.prediction.examples import Example, examples_of, examples_of_records
+from app.prediction.examples import (
+    Example,
+    examples_of,
+    examples_of_records,
+    without_repeats,
+)
 from app.prediction.learned import ModelCard
 from app.prediction.training import train
 from app.records import read_records
@@ -105,7 +110,7 @@ def _examples(
         examples += _of_pool(settings, logged, from_log)
     if not examples:
         raise ValueError("no answer to learn from in what was given")
-    return examples
+    return without_repeats(examples)
 
 
 def _of_pool(settings: PoolSettings, examples: list[Example], path: Path) -> list[Example]:

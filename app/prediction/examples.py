@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from app.chat import PromptError, plain_messages
+from app.chat import PromptError, said
 from app.dataset.answers import Answer
 from app.dataset.prompts import text_hash
 from app.prediction.features import FEATURE_VERSION, prompt_features
@@ -36,8 +36,7 @@ class Example:
 
 def chat_features(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> PromptFeatures:
     """As the router sees the same messages at ``/v1/chat/completions``. PromptError."""
-    text = "\n".join(message["content"] for message in plain_messages(messages))
-    return prompt_features(tokenizer.encode_chat(messages), text)
+    return prompt_features(tokenizer.encode_chat(messages), said(messages))
 
 
 def examples_of(
@@ -56,7 +55,7 @@ def examples_of(
             features[prompt.prompt_id] = chat_features(prompt.messages, tokenizer)
         examples.append(
             Example(
-                prompt_id=prompt.prompt_id,
+                prompt_id=_feature_hash(features[prompt.prompt_id]),
                 model=answer.model,
                 prompt=features[prompt.prompt_id],
                 task=prompt.task or "",
@@ -68,12 +67,15 @@ def examples_of(
 
 
 def examples_of_records(records: Iterable[DecisionRecord]) -> list[Example]:
-    """Lengths alone: nobody judged these answers. One that its limit cut short counts with the
-    length that it had. Prompts of the same features count as one, or repeated ones would be both
-    learnt from and held back. ValueError for features of another version."""
+    """Lengths alone: nobody judged these answers. Left out are answers that had no room for a long
+    one, by their limit and not by how they ended, and those that did not end by themselves: of
+    answers that users break off, long ones are therefore missed. ValueError for features of
+    another version."""
     examples = []
     for record in records:
         if record.finish_reason not in FINISH_REASONS.values() or not record.prompt_hash:
+            continue
+        if record.decision.choice.limits_answer:
             continue
         if record.feature_version != FEATURE_VERSION:
             raise ValueError(
@@ -85,7 +87,7 @@ def examples_of_records(records: Iterable[DecisionRecord]) -> list[Example]:
         )
         examples.append(
             Example(
-                prompt_id=_hash(features.buckets.tobytes() + features.description.tobytes()),
+                prompt_id=_feature_hash(features),
                 model=record.decision.choice.model,
                 prompt=features,
                 task="",
@@ -160,11 +162,26 @@ def read_examples(
 def prompt_texts(path: str | Path, rename: Mapping[str, str] | None = None) -> dict[str, str]:
     """By prompt id, as ``read_examples`` names them."""
     column = {new: old for old, new in (rename or {}).items()}.get("prompt", "prompt")
-    return {text_hash(row.values[column]): row.values[column] for row in read_rows(path)}
+    texts = (row.values.get(column) for row in read_rows(path))
+    return {text_hash(text): text for text in texts if isinstance(text, str)}
 
 
-def _hash(data: bytes) -> str:
+def _feature_hash(features: PromptFeatures) -> str:
+    """One for prompts that are the same to predictors, wherever they come from: else one would be
+    both learnt from and held back."""
+    data = features.buckets.tobytes() + features.description.tobytes()
     return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def without_repeats(examples: Iterable[Example]) -> list[Example]:
+    """Each outcome of a model for a prompt once, with its score if any has one: a pool's records
+    hold what was collected from it, too."""
+    kept: dict[tuple[str, str, int | None], Example] = {}
+    for example in examples:
+        key = (example.prompt_id, example.model, example.output_tokens)
+        if key not in kept or kept[key].quality is None:
+            kept[key] = example
+    return list(kept.values())
 
 
 def digest(examples: Iterable[Example]) -> str:

@@ -17,6 +17,7 @@ class OnlinePredictor:
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
         self._residuals: defaultdict[str, LengthResiduals] = defaultdict(LengthResiduals)
+        self._alarming: set[str] = set()
         self._version = 0
 
     @property
@@ -28,6 +29,7 @@ class OnlinePredictor:
         """What was seen of the one before says nothing of this one."""
         self._predictor = predictor
         self._residuals = defaultdict(LengthResiduals)
+        self._alarming.clear()
         self._version += 1
 
     def predict(self, query: Query, models: Sequence[ModelSpec]) -> Sequence[Prediction]:
@@ -38,15 +40,17 @@ class OnlinePredictor:
         ]
 
     def finished(self, forecast: Forecast, output_tokens: int, version: int) -> None:
-        """The request for which this was promised, by the predictor of that version, has had its
-        whole answer."""
+        """The request for which this was promised, by the predictor of that version, has ended as
+        its engine saw fit."""
         if version != self._version:
             return
         residuals = self._residuals[forecast.model]
-        was_alarming = residuals.drift.alarming
         residuals.observe(forecast, output_tokens)
-        drift = residuals.drift
-        if drift.alarming and not was_alarming:
+        drift, was_alarming = residuals.drift, forecast.model in self._alarming
+        if not drift.alarming(was_alarming):
+            self._alarming.discard(forecast.model)
+        elif not was_alarming:
+            self._alarming.add(forecast.model)
             logger.warning(
                 "predicted lengths of %s have drifted: its newest %d answers are %+.0f%% longer, "
                 "and %.0f%% of them lie where 80%% should; train again",
@@ -60,7 +64,7 @@ class OnlinePredictor:
 def _corrected(said: Prediction, factor: float) -> Prediction:
     return Prediction(
         quality=said.quality,
-        output_tokens=max(1.0, said.output_tokens * factor),
+        output_tokens=said.output_tokens * factor,
         source=said.source,
         output_tokens_low=said.output_tokens_low * factor,
         output_tokens_high=said.output_tokens_high * factor,

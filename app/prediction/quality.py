@@ -3,8 +3,8 @@
 Which model answers best depends on differences between models, and judges' scores hold far more
 noise than such differences. What is said of a prompt is therefore taken apart, into what is said of
 the prompt, alike for all models, and of one model beside the others; of each so much is believed as
-has held for prompts that the boosters had not seen. Where nothing held, every prompt gets the
-models' mean scores, and nobody is routed by noise.
+has certainly held for prompts that the boosters had not seen. Where nothing has, every prompt gets
+the models' mean scores, and hardly anybody is routed by noise.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class QualityCalibration:
         return cls(
             mean_score=tuple(score.means.tolist()),
             mean_prediction=tuple(prediction.means.tolist()),
-            common=_held(prediction.common, score.common),
-            own=_held(prediction.own, score.own),
+            common=_held(prediction.common, score.common, prompts),
+            own=_held(prediction.own, score.own, prompts),
         )
 
     def apply(self, predictions: Sequence[float]) -> list[float]:
@@ -58,12 +58,17 @@ class QualityCalibration:
         ]
 
 
-def _held(predicted: Floats, observed: Floats) -> float:
-    """The slope of the least-squares line through the origin, in [0, 1]."""
+def _held(predicted: Floats, observed: Floats, prompts: NDArray[np.int64]) -> float:
+    """The slope of the least-squares line through the origin, less two standard errors (answers
+    to one prompt do not count as independent), in [0, 1]: noise would have half its slopes
+    believed else."""
     power = float(predicted @ predicted)
     if power <= 0.0:
         return 0.0
-    return min(1.0, max(0.0, float(predicted @ observed) / power))
+    slope = float(predicted @ observed) / power
+    pulls = np.bincount(prompts, predicted * (observed - slope * predicted))
+    error = float(np.sqrt(pulls @ pulls)) / power
+    return min(1.0, max(0.0, slope - 2.0 * error))
 
 
 @dataclass(frozen=True, slots=True)

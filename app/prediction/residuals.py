@@ -17,6 +17,7 @@ DRIFT_REQUESTS = 100
 LARGEST_BIAS = 0.25
 SMALLEST_COVERAGE = 0.6
 """Of an interval that should hold 0.8."""
+SLACK = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,40 +27,40 @@ class Drift:
     """How much longer answers were than predicted before any correction, as a share; nan without
     requests."""
     coverage: float
-    """Share of the answers within the interval that was promised; nan where none was."""
+    """Share of the answers within the interval that was promised; nan without requests."""
 
-    @property
-    def alarming(self) -> bool:
+    def alarming(self, already: bool) -> bool:
+        """An alarm that is on takes clearly better figures to end, or it would flicker."""
+        slack = SLACK if already else 0.0
         return self.requests >= DRIFT_REQUESTS and (
-            abs(self.bias) > LARGEST_BIAS or self.coverage < SMALLEST_COVERAGE
+            abs(self.bias) > LARGEST_BIAS - slack or self.coverage < SMALLEST_COVERAGE + slack
         )
 
 
 class LengthResiduals:
-    """Of one model, over its newest requests. A limit on the answer cuts the prediction and the
-    answer alike, so that both can be compared under it."""
+    """Of one model, over its newest requests whose limit left room for the answer."""
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, int, bool | None]] = deque()
+        self._seen: deque[tuple[float, int, bool]] = deque()
         self._predicted = self._observed = 0.0
-        self._told = self._inside = 0
+        self._inside = 0
 
     def observe(self, forecast: Forecast, output_tokens: int) -> None:
-        predicted = forecast.predicted_output_tokens
-        if predicted < forecast.max_tokens:
-            predicted = min(predicted / forecast.length_correction, forecast.max_tokens)
+        # By its limit, never by how it ended: else long answers would be left out.
+        if forecast.limits_answer:
+            return
+        predicted = forecast.predicted_output_tokens / forecast.length_correction
         low, high = forecast.output_tokens_low, forecast.output_tokens_high
-        inside = None if math.isnan(low + high) else math.floor(low) <= output_tokens <= high
+        inside = math.floor(low) <= output_tokens <= high
         self._seen.append((predicted, output_tokens, inside))
         self._count(predicted, output_tokens, inside, 1)
         if len(self._seen) > WINDOW:
             self._count(*self._seen.popleft(), -1)
 
-    def _count(self, predicted: float, observed: int, inside: bool | None, times: int) -> None:
+    def _count(self, predicted: float, observed: int, inside: bool, times: int) -> None:
         self._predicted += times * predicted
         self._observed += times * observed
-        self._told += times * (inside is not None)
-        self._inside += times * bool(inside)
+        self._inside += times * inside
 
     @property
     def correction(self) -> float:
@@ -74,5 +75,5 @@ class LengthResiduals:
         return Drift(
             requests=len(self._seen),
             bias=self._observed / self._predicted - 1.0 if self._seen else math.nan,
-            coverage=self._inside / self._told if self._told else math.nan,
+            coverage=self._inside / len(self._seen) if self._seen else math.nan,
         )

@@ -35,21 +35,20 @@ class PredictorFile:
         cannot be used is said once, and changes nothing."""
         try:
             now = self._path.stat()
-        except OSError as error:
-            if not self._missed:
-                logger.warning("no predictor: %s", error)
-            self._missed = True
-            return None
-        self._missed = False
-        version = (now.st_mtime_ns, now.st_size, now.st_ino)
-        if version == self._seen:
-            return None
-        self._seen = version
-        try:
+            version = (now.st_mtime_ns, now.st_size, now.st_ino)
+            if version == self._seen:
+                return None
             artifact = artifacts.load(self._path)
             loaded = Loaded(TrainedPredictor(artifact, self._settings), artifact.trained_s)
+        except OSError as error:  # it may pass
+            if not self._missed:
+                logger.warning("the predictor cannot be read: %s", error)
+            self._missed = True
+            return None
         except ArtifactError:
             logger.exception("%s is not taken up: the predictor stays as it was", self._path)
+            self._seen = version
             return None
+        self._seen, self._missed = version, False
         logger.info("predictor of %d prompts, %s", artifact.prompts, artifact.data_sha256[:12])
         return loaded

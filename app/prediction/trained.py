@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from app.config import PoolSettings
-from app.prediction.artifact import Artifact, ArtifactError
-from app.prediction.features import prompt_features
+from app.prediction.artifact import Artifact, ArtifactError, Card
 from app.prediction.learned import Said
 from app.prediction.prior import prior
 from app.types import ModelSpec, Prediction, Query
@@ -22,10 +21,7 @@ class _Model:
     length_share: float
     quality_share: float
     """Of what was learnt in what is said; the rest is the prior's."""
-
-    @property
-    def source(self) -> str:
-        return "trained" if min(self.length_share, self.quality_share) > 0.5 else "shrunk"
+    source: str
 
 
 class TrainedPredictor:
@@ -43,14 +39,12 @@ class TrainedPredictor:
         except ValueError as error:
             raise ArtifactError(str(error)) from error
         self._priors = {model.name: prior(model.prior) for model in settings.models}
-        self._models = {
-            card.name: _Model(place, _share(card.length_examples), _share(card.quality_examples))
-            for place, card in enumerate(artifact.cards)
-        }
+        self._models = {card.name: _model(place, card) for place, card in enumerate(artifact.cards)}
 
     def predict(self, query: Query, models: Sequence[ModelSpec]) -> Sequence[Prediction]:
-        features = query.features or prompt_features(query.prompts[self.tokenizer], query.text)
-        said = self._learned.predict(features)
+        if query.features is None:
+            return [self._priors[model.name] for model in models]
+        said = self._learned.predict(query.features)
         return [self._prediction(model.name, said) for model in models]
 
     def _prediction(self, name: str, said: Said) -> Prediction:
@@ -73,6 +67,12 @@ class TrainedPredictor:
                 lengths[2] + share * (learnt.high - lengths[2]),
             )
         return Prediction(quality, lengths[0], model.source, lengths[1], lengths[2])
+
+
+def _model(place: int, card: Card) -> _Model:
+    learnt = [count for count in (card.length_examples, card.quality_examples) if count > 0]
+    source = "trained" if min(learnt, default=0) > PRIOR_EXAMPLES else "shrunk"
+    return _Model(place, _share(card.length_examples), _share(card.quality_examples), source)
 
 
 def _share(examples: int) -> float:

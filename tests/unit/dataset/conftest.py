@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import ssl
 import threading
@@ -24,7 +25,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 Body = dict[str, Any]
-Step = str | int | dict[str, str] | Callable[[Body], str | None]
+Step = str | int | tuple[int, str] | dict[str, str] | Callable[[Body], str | None]
 
 
 def echo(body: Body) -> str:
@@ -35,8 +36,8 @@ def echo(body: Body) -> str:
 class Server:
     """Replies to each request by the next of ``steps``, in the order they come; then by ``says``.
 
-    A step is a status, the headers of a 429, ``cut``, ``hang``, a body that is not a completion,
-    or what says the text."""
+    A step is a status, one with its body, the headers of a 429, ``cut``, ``hang``, a body that is
+    not a completion, or what says the text."""
 
     steps: Sequence[Step] = ()
     says: Callable[[Body], str | None] = echo
@@ -49,6 +50,8 @@ class Server:
     url: str = ""
     bodies: list[Body] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    queries: list[str] = field(default_factory=list)
+    """Those of listing the models too."""
     at_s: list[float] = field(default_factory=list)
     hung: threading.Event = field(default_factory=threading.Event)
     most_at_once: int = 0
@@ -60,13 +63,15 @@ class Server:
         """Model and prompt of each request."""
         return [(body["model"], body["messages"][-1]["content"]) for body in self.bodies]
 
-    async def list_models(self, _: Request) -> Response:
+    async def list_models(self, request: Request) -> Response:
+        self.queries.append(request.url.query)
         return JSONResponse({"object": "list", "data": [{"id": name} for name in self.models]})
 
     async def chat(self, request: Request) -> Response:
         body = await request.json()
         index = len(self.bodies)
         self.bodies.append(body)
+        self.queries.append(request.url.query)
         self.headers.append(dict(request.headers))
         self.at_s.append(time.monotonic())
         self._at_once += 1
@@ -86,6 +91,8 @@ class Server:
     async def _reply(self, step: Step, body: Body) -> Response:
         if isinstance(step, int):
             return JSONResponse({"error": {"message": "no instance"}}, status_code=step)
+        if isinstance(step, tuple):
+            return Response(step[1], step[0])
         if isinstance(step, dict):
             return JSONResponse({"error": {"message": "slow down"}}, 429, step)
         if step == "hang":
@@ -189,3 +196,11 @@ def rows() -> Callable[[Path], list[dict[str, Any]]]:
         return [json.loads(line) for line in path.read_text().splitlines()]
 
     return rows
+
+
+@pytest.fixture
+def file_limit() -> Iterator[Callable[[int], None]]:
+    """No file grows beyond so many bytes: as if the disk were full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

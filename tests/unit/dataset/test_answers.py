@@ -83,6 +83,8 @@ def test_an_empty_answer_is_one(write: Write) -> None:
         (row("q", messages=[{"role": "user"}]), r"messages\[0\]\.content"),
         (row("q", output_tokens=-1), "output_tokens: "),
         (row(answer="no"), "another answer of small to prompt 'p' than in line 1"),
+        (row(output_tokens=4), "small to prompt 'p' has output_tokens 4 here and 3 in line 1"),
+        (row(output_tokens=None), "has output_tokens null here and 3 in line 1"),
         (row(reference="no"), r"prompt 'p' has other reference than in .*, line 1"),
         ('{"prompt_id": "q", "output_tokens": Infinity}\n', "Infinity is not JSON"),
         ('{"prompt_id"\n', "delimiter"),

@@ -258,6 +258,7 @@ def test_an_id_that_named_another_prompt_is_refused(
         (["--timeout-s", "nan"], "timeout_s must be positive"),
         (["--url", "127.0.0.1:8000"], "url"),
         (["--url", "http://"], "url must begin"),
+        (["--url", "http://h:x"], "url cannot be read: 'http://h:x'"),
     ],
 )
 def test_impossible_settings_are_a_usage_error(
@@ -268,6 +269,64 @@ def test_impossible_settings_are_a_usage_error(
     assert result.exit_code == 2
     assert problem in result.output
     assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://user:secret@127.0.0.1:1",
+        "http://secret@127.0.0.1:1",
+        "http://user:sec/secret@127.0.0.1:1",
+        "ftp://user:secret@127.0.0.1:1",
+        "user:secret@127.0.0.1:1",
+        "127.0.0.1:1/v1?key=secret",
+    ],
+)
+def test_an_address_with_a_password_is_refused_and_not_shown(
+    prompts: Path, output: Path, url: str
+) -> None:
+    result = collect(url, prompts, output)
+
+    assert result.exit_code == 2
+    assert "url " in result.output
+    assert "sec" not in result.output
+    assert not output.exists()
+
+
+def test_a_query_goes_with_every_call_and_is_not_shown(
+    serve: Serve, prompts: Path, output: Path
+) -> None:
+    query = "api-version=2024-10-21&key=a%2Fb"
+    with serve("ok", 401) as server:
+        url = f"{server.url}/v1/chat/completions?{query}"
+        result = collect(url, prompts, output, "--concurrency", "1")
+
+    assert server.queries == [query] * 3
+    assert result.exit_code == 1
+    assert f"{server.url}/v1: refused with status 401" in result.output
+    assert "key=" not in result.output
+
+
+def test_an_output_that_cannot_be_made_is_one_line(
+    prompts: Path, output: Path, tmp_path: Path
+) -> None:
+    result = collect("http://127.0.0.1:1", prompts, prompts / "answers.jsonl")
+
+    assert (result.exit_code, type(result.exception)) == (2, SystemExit)
+    assert result.stderr.count("\n") == 1
+    assert str(prompts) in result.stderr
+
+
+def test_an_output_that_cannot_grow_is_one_line(
+    serve: Serve, prompts: Path, output: Path, file_limit: Callable[[int], None]
+) -> None:
+    with serve() as server:
+        file_limit(300)
+        result = collect(server, prompts, output, "--concurrency", "1")
+
+    assert (result.exit_code, type(result.exception)) == (2, SystemExit)
+    assert result.stderr == f"[Errno 27] File too large: '{output}'\n"
+    assert len(read_answers(output)) == 1
 
 
 def test_a_bad_row_is_a_usage_error(write: Write, output: Path) -> None:

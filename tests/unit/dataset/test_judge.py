@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -124,8 +125,8 @@ def test_the_judge_is_told_all_but_whose_the_answers_are(
     assert result.exit_code == 0
     for prompt_id, body, headers in zip("ab", server.bodies, server.headers, strict=True):
         text = json.dumps([body, headers])
-        assert set(body) == {"model", "messages", "temperature"}
-        assert (body["model"], body["temperature"]) == ("arbiter", 0)
+        assert set(body) == {"model", "messages"}
+        assert body["model"] == "arbiter"
         assert f"question {prompt_id}" in text and f"truth of {prompt_id}" in text
         assert sorted(shown(body)) == ["A", "B", "C"]
         assert set(shown(body).values()) == {f"worth {WORTH[model]}" for model in MODELS}
@@ -364,6 +365,70 @@ def test_without_usage_a_call_costs_what_was_expected(
     assert 1.0 < scored["judge_cost_usd"] < 3.0
 
 
+FREE_IN = ("--price-in-usd-per-mtok", "0", "--price-out-usd-per-mtok", "2000")
+"""A call is expected to cost 1 USD, whatever it says, and one that is answered costs 0.006."""
+
+
+@pytest.mark.parametrize(
+    ("steps", "cost_usd"),
+    [
+        (("cut",), 1.006),
+        (("hang",), 1.006),
+        (("cut", "cut", "cut"), 3.0),
+        (("hang", "cut", 503), 2.0),
+        (('{"choices": [{}]}',), 1.0),
+        (("cut", 400), 1.0),
+        ((503, {"retry-after": "0"}), 0.006),
+        ((400,), None),
+    ],
+)
+def test_what_was_sent_and_not_refused_costs_what_was_expected(
+    judging: Serve,
+    write: Write,
+    output: Path,
+    rows: Rows,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: tuple[Any, ...],
+    cost_usd: float | None,
+) -> None:
+    monkeypatch.setattr("app.dataset.endpoint.ATTEMPTS", 3)
+    answers = write("answers.jsonl", row("a", "qwen3"))
+    with judging(*steps) as server:
+        result = judge(server, answers, output, *FREE_IN, "--timeout-s", "1")
+
+    assert f"cost_usd {cost_usd or 0:.6f}, of the whole file {cost_usd or 0:.6f}" in result.output
+    assert rows(output)[0]["judge_cost_usd"] == pytest.approx(cost_usd)
+
+
+def test_a_judge_that_is_not_reached_costs_nothing(write: Write, output: Path, rows: Rows) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        result = judge(url, write("answers.jsonl", row("a", "qwen3")), output, *FREE_IN)
+
+    assert "1 failed: ConnectError" in result.output
+    assert "cost_usd 0.000000, of the whole file 0.000000" in result.output
+    assert rows(output)[0]["judge_cost_usd"] is None
+
+
+def test_the_budget_also_limits_attempts_and_a_resumed_run_counts_them(
+    judging: Serve, write: Write, output: Path, rows: Rows
+) -> None:
+    answers = write("answers.jsonl", row("a", "qwen3"))
+    budget = (*FREE_IN, "--budget-usd", "2.5")
+    with judging(*["cut"] * 5) as server:
+        first = judge(server, answers, output, *budget)
+        second = judge(server, answers, output, *budget)
+
+    assert (first.exit_code, second.exit_code) == (3, 3)
+    assert len(server.bodies) == 2
+    (kept,) = rows(output)
+    assert kept["failure"].startswith("RemoteProtocolError: ")
+    assert kept["failure"].endswith("; the budget did not suffice to ask again")
+    assert kept["judge_cost_usd"] == pytest.approx(2.0)
+    assert "cost_usd 0.000000, of the whole file 2.000000" in second.output
+
+
 def test_without_prices_no_cost(judging: Serve, answers: Path, output: Path, rows: Rows) -> None:
     with judging() as server:
         result = judge(server, answers, output)
@@ -380,6 +445,79 @@ def test_a_refused_key_ends_the_run(judging: Serve, answers: Path, output: Path)
     assert "refused with status 401" in result.output
     assert len(server.bodies) == 1
     assert output.read_text() == ""
+
+
+@pytest.fixture
+def many(write: Write) -> Path:
+    return write("answers.jsonl", *[row(str(i), "qwen3") for i in range(6)])
+
+
+def refused(status: int, reason: str, request_id: int) -> tuple[int, str]:
+    return status, json.dumps({"error": {"message": reason}, "request_id": request_id})
+
+
+@pytest.mark.parametrize("status", [400, 404, 422])
+def test_a_judge_that_refuses_the_first_calls_alike_ends_the_run(
+    judging: Serve, many: Path, output: Path, status: int
+) -> None:
+    steps = [refused(status, "temperature must be 1", i) for i in range(6)]
+    with judging(*steps) as server:
+        result = judge(server, many, output, "--concurrency", "1")
+
+    assert result.exit_code == 1
+    assert result.stderr.endswith(
+        f"all of the first 3 calls: refused with status {status}: {steps[2][1]}\n"
+    )
+    assert len(server.bodies) == 3
+    assert output.read_text() == ""
+
+
+def test_nothing_is_kept_of_calls_that_were_under_way_when_the_run_ended(
+    judging: Serve, many: Path, output: Path
+) -> None:
+    with judging(*[400] * 6, together=4) as server:
+        result = judge(server, many, output)
+
+    assert result.exit_code == 1
+    assert "all of the first 3 calls: refused with status 400" in result.stderr
+    assert output.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        (400, 400, "ok", 400, 400, 400),
+        (400, 400, 404, 400, 400, 400),
+        (400, 400, refused(400, "too long", 1), 400, 400, 400),
+        (400, 400, '{"choices": []}', 400, 400, 400),
+        ({"retry-after": "999"},) * 6,
+        (501,) * 6,
+    ],
+)
+def test_other_openings_do_not_end_the_run(
+    judging: Serve,
+    many: Path,
+    output: Path,
+    rows: Rows,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: tuple[Any, ...],
+) -> None:
+    monkeypatch.setattr("app.dataset.endpoint.ATTEMPTS", 1)
+    with judging(*steps) as server:
+        result = judge(server, many, output, "--concurrency", "1")
+
+    assert result.exit_code == 1
+    assert len(server.bodies) == 6
+    assert [row["prompt_id"] for row in rows(output)] == list("012345")
+
+
+def test_as_many_refusals_as_prompts_but_too_few_to_end_the_run_are_kept(
+    judging: Serve, answers: Path, output: Path, rows: Rows
+) -> None:
+    with judging(400, 400) as server:
+        assert judge(server, answers, output).exit_code == 1
+
+    assert [row["prompt_id"] for row in rows(output)] == ["a", "b"]
 
 
 def test_a_file_holds_the_scores_of_one_judge(judging: Serve, answers: Path, output: Path) -> None:
@@ -402,11 +540,9 @@ def test_the_endpoint_is_a_server_its_api_or_its_chat_completions(
 
 def test_more_fields_of_the_body(judging: Serve, answers: Path, output: Path) -> None:
     with judging() as server:
-        judge(server, answers, output, "--fields", '{"max_tokens": 99, "model": "mine"}')
+        judge(server, answers, output, "--fields", '{"temperature": 0, "model": "mine"}')
 
-    assert {(b["max_tokens"], b["model"], "temperature" in b) for b in server.bodies} == {
-        (99, "arbiter", False)
-    }
+    assert {(b["temperature"], b["model"]) for b in server.bodies} == {(0, "arbiter")}
 
 
 @pytest.mark.parametrize(
@@ -421,6 +557,7 @@ def test_more_fields_of_the_body(judging: Serve, answers: Path, output: Path) ->
         (["--timeout-s", "0"], "timeout_s must be positive"),
         (["--fields", "[1]"], "fields: is list"),
         (["--endpoint", "localhost"], "url must begin"),
+        (["--endpoint", "https://user:secret@localhost"], "url must not hold a user or a password"),
     ],
 )
 def test_impossible_settings_are_a_usage_error(
@@ -431,6 +568,14 @@ def test_impossible_settings_are_a_usage_error(
     assert result.exit_code == 2
     assert problem in result.output
     assert not output.exists()
+
+
+def test_an_output_that_cannot_be_made_is_one_line(answers: Path) -> None:
+    result = judge("http://127.0.0.1:1", answers, answers / "scores.jsonl")
+
+    assert (result.exit_code, type(result.exception)) == (2, SystemExit)
+    assert result.stderr.count("\n") == 1
+    assert str(answers) in result.stderr
 
 
 def test_more_answers_than_letters_are_refused(write: Write, output: Path) -> None:

@@ -8,12 +8,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from app.dataset.prompts import read_prompts
+from app.dataset.prompts import Prompt, read_prompts
 from app.rows import RowError, read_rows
 
 Write = Callable[..., Path]
 
 HI = {"role": "user", "content": "Hi"}
+
+
+def contents(prompt: Prompt) -> list[str]:
+    return [message["content"] for message in prompt.messages]
 
 
 def test_a_prompt_is_text_or_messages(write: Write) -> None:
@@ -26,10 +30,9 @@ def test_a_prompt_is_text_or_messages(write: Write) -> None:
 
     text, messages = read_prompts(path)
 
-    assert (text.prompt_id, text.messages, text.text) == ("a", (HI,), "Hi")
+    assert (text.prompt_id, text.messages) == ("a", (HI,))
     assert (text.task, text.reference) == ("chat", "Hello")
     assert (messages.prompt_id, messages.messages) == ("7", tuple(chat))
-    assert messages.text == "Be brief.\nHi"
     assert (messages.task, messages.reference) == (None, None)
 
 
@@ -51,7 +54,7 @@ def test_the_same_prompt_twice_is_one(write: Write) -> None:
         {"prompt": "Ho"},
     )
 
-    assert [prompt.text for prompt in read_prompts(path)] == ["Hi", "Ho"]
+    assert [contents(prompt) for prompt in read_prompts(path)] == [["Hi"], ["Ho"]]
 
 
 def test_parquet_holds_the_same_prompts(write: Write, tmp_path: Path) -> None:
@@ -114,7 +117,45 @@ def test_what_is_no_parquet_is_named(tmp_path: Path) -> None:
         list(read_rows(path))
 
 
+def bad_text() -> pa.Array:
+    buffers = pa.array(["Hi", "HiHo"]).buffers()
+    return pa.Array.from_buffers(pa.string(), 2, [*buffers[:2], pa.py_buffer(b"HiHi\xffo")])
+
+
+def test_what_is_no_utf_8_in_parquet_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.parquet"
+    pq.write_table(pa.table({"prompt": bad_text()}), path)
+
+    with pytest.raises(RowError, match=r"prompts\.parquet: .*utf-8"):
+        list(read_rows(path))
+
+
+def test_a_time_that_python_has_not_in_parquet_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.parquet"
+    pq.write_table(pa.table({"at": pa.array([2**62], pa.timestamp("us"))}), path)
+
+    with pytest.raises(RowError, match=r"prompts\.parquet: "):
+        list(read_rows(path))
+
+
+def test_a_damaged_page_of_parquet_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.parquet"
+    pq.write_table(pa.table({"prompt": [f"Hi {i}" for i in range(1000)]}), path)
+    written = bytearray(path.read_bytes())
+    written[40:400] = bytes(360)
+    path.write_bytes(written)
+
+    with pytest.raises(RowError, match=r"prompts\.parquet: "):
+        list(read_rows(path))
+
+
+def test_a_file_that_is_not_there_is_no_bad_row(tmp_path: Path) -> None:
+    for name in ("prompts.parquet", "prompts.jsonl"):
+        with pytest.raises(FileNotFoundError, match=name):
+            list(read_rows(tmp_path / name))
+
+
 def test_lines_end_where_json_lines_end_them(write: Write) -> None:
     path = write("prompts.jsonl", '{"prompt": "a\u2028b"}\r\n', '{"prompt": "c"}')
 
-    assert [prompt.text for prompt in read_prompts(path)] == ["a\u2028b", "c"]
+    assert [contents(prompt) for prompt in read_prompts(path)] == [["a\u2028b"], ["c"]]

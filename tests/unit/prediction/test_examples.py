@@ -25,6 +25,7 @@ from app.prediction.examples import (
     examples_of,
     examples_of_records,
     read_examples,
+    without_repeats,
 )
 from app.prediction.features import FEATURE_VERSION
 from app.records import DecisionRecord, read_records, write_records
@@ -57,11 +58,13 @@ class TestAnswers:
     def test_scores_find_their_answers(self, letters: Any) -> None:
         answers = [answer("a"), answer("a", "large", output_tokens=None), answer("b")]
         examples = examples_of(answers, {("a", "large"): 0.7, ("b", "small"): 0.2}, letters)
-        assert [(e.prompt_id, e.model, e.task, e.output_tokens, e.quality) for e in examples] == [
-            ("a", "small", "chat", 120, None),
-            ("a", "large", "chat", None, 0.7),
-            ("b", "small", "chat", 120, 0.2),
+        assert [(e.model, e.task, e.output_tokens, e.quality) for e in examples] == [
+            ("small", "chat", 120, None),
+            ("large", "chat", None, 0.7),
+            ("small", "chat", 120, 0.2),
         ]
+        ids = [e.prompt_id for e in examples]
+        assert ids[0] == ids[1] != ids[2]
         assert examples[0].prompt is examples[1].prompt
         assert letters.calls == 2
         expected = chat_features(answers[0].prompt.messages, letters)
@@ -86,7 +89,7 @@ def record(number: int = 0, **changed: Any) -> DecisionRecord:
         estimator=Estimator.SFS,
         prompt_tokens=100,
         cached_tokens=0,
-        max_tokens=100,
+        max_tokens=4096,
         ttft_s=0.2,
         waiting_s=0.15,
         prefill_s=0.05,
@@ -136,6 +139,21 @@ def record(number: int = 0, **changed: Any) -> DecisionRecord:
 
 
 class TestRecords:
+    def test_answers_without_room_for_a_long_one_are_left_out(self) -> None:
+        """By the limit: one that ended before it is no fairer a sample."""
+        asked = record(1).decision
+        cut = [replace(c, max_tokens=399) for c in asked.candidates]
+        limited = replace(asked, candidates=tuple(cut))
+        assert examples_of_records([record(1, decision=limited, output_tokens=20)]) == []
+
+    def test_what_was_collected_from_the_pool_counts_once(self) -> None:
+        [logged] = examples_of_records([record(1)])
+        scored = replace(logged, quality=0.5)
+        assert without_repeats([scored, logged]) == [scored]
+        assert without_repeats([logged, scored]) == [scored]
+        longer = replace(logged, output_tokens=151)
+        assert without_repeats([logged, longer]) == [logged, longer]
+
     def test_lengths_of_the_chosen_models(self, tmp_path: Path) -> None:
         write_records(tmp_path / "part.parquet", [record(5)])
         [example] = examples_of_records(read_records(tmp_path))

@@ -174,8 +174,12 @@ class TestDamagedFiles:
         assert "no predictor" in refusal(tmp_path / "p.json")
 
     def test_a_folder_and_nothing(self, tmp_path: Path) -> None:
-        assert "directory" in refusal(tmp_path)
-        assert "No such file" in refusal(tmp_path / "absent")
+        for path, error in (
+            (tmp_path, IsADirectoryError),
+            (tmp_path / "absent", FileNotFoundError),
+        ):
+            with pytest.raises(error):
+                artifacts.load(path)
 
     def test_another_checksum(self, predictor_file: Path) -> None:
         whole = json.loads(predictor_file.read_text())

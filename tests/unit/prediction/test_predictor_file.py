@@ -32,7 +32,7 @@ def test_it_is_taken_up_when_it_appears_and_when_it_is_replaced(
     with caplog.at_level(logging.INFO):
         assert file.newer() is None and file.newer() is None
         [missing] = caplog.messages
-        assert "no predictor" in missing and str(path) in missing
+        assert "cannot be read" in missing and str(path) in missing
         artifacts.save(artifact, path)
         loaded = file.newer()
         assert loaded is not None and loaded.trained_s == artifact.trained_s
@@ -136,3 +136,18 @@ def test_one_of_the_same_size_and_time_is_another(
     loaded = file.newer()
     assert loaded is not None and loaded.trained_s == 6.0
     assert json.loads(path.read_text())["predictor"]["trained_s"] == 6.0
+
+
+def test_what_may_pass_is_tried_again(
+    artifact: Artifact, pool: PoolSettings, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifacts.save(artifact, path)
+    file = PredictorFile(pool, path)
+    with monkeypatch.context() as patch:
+
+        def busy(path: Path) -> Artifact:
+            raise OSError(11, "Resource temporarily unavailable", str(path))
+
+        patch.setattr(artifacts, "load", busy)
+        assert file.newer() is None
+    assert file.newer() is not None

@@ -44,11 +44,15 @@ def test_never_more_than_all_and_never_the_contrary() -> None:
     assert (found.common, found.own) == (1.0, 0.0)
 
 
-def test_noise_is_not_believed() -> None:
+def test_noise_is_hardly_ever_believed() -> None:
+    """Two standard errors: of a slope that is nought, one in forty lies above."""
     random = np.random.default_rng(1)
     common, own = effects()
-    noise = calibrated(0.5 + random.normal(0, 0.2, len(PLACES)), 0.5 + common + own)
-    assert noise.common < 0.15 and noise.own < 0.15
+    believed = 0
+    for _ in range(40):
+        noise = calibrated(0.5 + random.normal(0, 0.2, len(PLACES)), 0.5 + common + own)
+        believed += (noise.common > 0) + (noise.own > 0)
+    assert believed <= 8
 
 
 def test_where_predictions_are_all_alike_every_prompt_gets_the_means() -> None:

@@ -6,13 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from planted import CARDS, features, planted
 
 from app.config import PoolSettings, QwenTokenizerSettings
 from app.prediction.artifact import Artifact, ArtifactError
-from app.prediction.features import prompt_features
 from app.prediction.prior import prior
 from app.prediction.trained import PRIOR_EXAMPLES, TrainedPredictor
 from app.prediction.training import train
@@ -65,7 +63,7 @@ def test_ten_examples_weigh_as_much_as_the_prior(
 
 @pytest.mark.parametrize(
     ("lengths", "scores", "source"),
-    [(11, 11, "trained"), (10, 11, "shrunk"), (11, 10, "shrunk"), (1000, 0, "shrunk")],
+    [(11, 11, "trained"), (10, 11, "shrunk"), (11, 10, "shrunk"), (1000, 0, "trained")],
 )
 def test_trained_is_what_examples_outweigh_the_prior_in(
     artifact: Artifact,
@@ -77,7 +75,7 @@ def test_trained_is_what_examples_outweigh_the_prior_in(
     source: str,
 ) -> None:
     of_so_many = of(artifact, length_examples=lengths, quality_examples=scores)
-    said = TrainedPredictor(of_so_many, pool).predict(query(), specs)
+    said = TrainedPredictor(of_so_many, pool).predict(query(features=features()), specs)
     assert [one.source for one in said] == [source, source]
 
 
@@ -101,7 +99,7 @@ class TestGaps:
     ) -> None:
         small = [e for e in planted(4) if e.model == "small"]
         predictor = TrainedPredictor(train(small, CARDS, self.TOKENIZER), pool)
-        said = predictor.predict(query(), [specs[1], specs[0], specs[1]])
+        said = predictor.predict(query(features=features()), [specs[1], specs[0], specs[1]])
         assert said[0] == said[2] == prior(pool.models[1].prior)
         assert said[1].source == "shrunk"
 
@@ -111,7 +109,7 @@ class TestGaps:
         del pool_data["models"][0]
         pool = PoolSettings.model_validate(pool_data)
         predictor = TrainedPredictor(train(planted(4), CARDS, self.TOKENIZER), pool)
-        [said] = predictor.predict(query(), [pool.models[0].spec()])
+        [said] = predictor.predict(query(features=features()), [pool.models[0].spec()])
         assert said.source == "shrunk"
         assert said.quality != 0.8
 
@@ -122,7 +120,8 @@ class TestGaps:
         nothing: dict[str, Any] = {blank: None}
         examples = [replace(e, **nothing) for e in planted(4)]
         predictor = TrainedPredictor(train(examples, CARDS, self.TOKENIZER), pool)
-        for said, model in zip(predictor.predict(query(), specs), pool.models, strict=True):
+        asked = query(features=features())
+        for said, model in zip(predictor.predict(asked, specs), pool.models, strict=True):
             expected = prior(model.prior)
             assert (said.quality == expected.quality) == (blank == "quality")
             same = said.output_tokens == expected.output_tokens
@@ -130,16 +129,11 @@ class TestGaps:
             assert said.source == "shrunk"
 
 
-def test_features_that_nobody_made_are_made_of_the_prompt(
+def test_where_nobody_made_features_priors_speak(
     artifact: Artifact, pool: PoolSettings, specs: list[ModelSpec], query: Ask
 ) -> None:
-    predictor = TrainedPredictor(artifact, pool)
-    token_ids = np.arange(100, 130, dtype=np.int32)
-    asked = query(prompts={"qwen3": token_ids}, text="A detailed essay")
-    made = replace(asked, features=prompt_features(token_ids, "A detailed essay"))
-    assert predictor.predict(asked, specs) == predictor.predict(made, specs)
-    other = replace(asked, features=features("Hello"))
-    assert predictor.predict(other, specs) != predictor.predict(asked, specs)
+    said = TrainedPredictor(artifact, pool).predict(query(features=None), specs)
+    assert said == [prior(model.prior) for model in pool.models]
 
 
 class TestTokenizers:
