@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,3 +34,13 @@ def app(server: Server) -> Iterator[DeploymentHandle]:
     ray.init(address=server.gcs_address, namespace="serve", log_to_driver=False)
     yield serve.get_app_handle("foretoken")
     ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _app_logs_as_before() -> Iterator[None]:
+    """A router in this process has ``app`` log where Serve does; other tests look elsewhere."""
+    logger = logging.getLogger("app")
+    handlers, level = list(logger.handlers), logger.level
+    yield
+    logger.handlers = handlers
+    logger.setLevel(level)
