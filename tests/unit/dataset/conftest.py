@@ -9,7 +9,7 @@ import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -199,8 +199,16 @@ def rows() -> Callable[[Path], list[dict[str, Any]]]:
 
 
 @pytest.fixture
-def file_limit() -> Iterator[Callable[[int], None]]:
-    """No file grows beyond so many bytes: as if the disk were full."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+def file_limit() -> Callable[[int], AbstractContextManager[None]]:
+    @contextmanager
+    def file_limit(size: int) -> Iterator[None]:
+        """No file grows beyond so many bytes: as if the disk were full. That of pytest's own output
+        neither, so it must not last."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return file_limit

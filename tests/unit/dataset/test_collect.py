@@ -318,10 +318,12 @@ def test_an_output_that_cannot_be_made_is_one_line(
 
 
 def test_an_output_that_cannot_grow_is_one_line(
-    serve: Serve, prompts: Path, output: Path, file_limit: Callable[[int], None]
+    serve: Serve,
+    prompts: Path,
+    output: Path,
+    file_limit: Callable[[int], AbstractContextManager[None]],
 ) -> None:
-    with serve() as server:
-        file_limit(300)
+    with serve() as server, file_limit(300):
         result = collect(server, prompts, output, "--concurrency", "1")
 
     assert (result.exit_code, type(result.exception)) == (2, SystemExit)
