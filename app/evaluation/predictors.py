@@ -29,6 +29,7 @@ from app.prediction.validation import (
     learned,
     validate,
 )
+from app.types import ModelSpec
 
 Floats = NDArray[np.float64]
 
@@ -45,26 +46,26 @@ class StudiedModel:
     """One of the pool that is studied."""
 
     card: ModelCard
-    price_in_usd_per_mtok: float
-    price_out_usd_per_mtok: float
+    spec: ModelSpec
 
     @classmethod
     def parse(cls, text: str) -> StudiedModel:
         """``name:billions:price_in:price_out``. ValueError."""
         try:
             name, billions, price_in, price_out = text.rsplit(":", 3)
-            card = ModelCard(name, float(billions), 0)
-            return cls(card, float(price_in), float(price_out))
+            spec = ModelSpec(
+                name=name,
+                tokenizer="qwen",
+                context_tokens=0,
+                price_in_usd_per_mtok=float(price_in),
+                price_out_usd_per_mtok=float(price_out),
+            )
+            return cls(ModelCard(name, float(billions), spec.context_tokens), spec)
         except ValueError as error:
             raise ValueError(
                 f"{text!r}: a model is name:billions:price_in:price_out, prices in USD per million "
                 f"tokens"
             ) from error
-
-    def cost_microusd(self, prompt_tokens: float, output_tokens: float) -> float:
-        return (
-            prompt_tokens * self.price_in_usd_per_mtok + output_tokens * self.price_out_usd_per_mtok
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,11 +318,11 @@ def _curve(
     quality: Callable[[Held], float],
     tokens: Callable[[Held], float],
 ) -> list[tuple[float, float, float]]:
-    prices = {model.card.name: model for model in models}
+    specs = {model.spec.name: model.spec for model in models}
 
     def cost(one: Held, output_tokens: float) -> float:
-        model = prices[one.example.model]
-        return model.cost_microusd(one.example.prompt.description[0], output_tokens)
+        prompt_tokens = int(one.example.prompt.description[0])
+        return specs[one.example.model].cost_microusd(prompt_tokens, output_tokens)
 
     by_prompt: dict[str, list[Held]] = {}
     for one in held:
@@ -338,50 +339,36 @@ def _curve(
     return points
 
 
-def _rivals(rivals: Mapping[str, tuple[Validation, float]]) -> str:
-    rows = []
-    for name, (validation, took_s) in rivals.items():
-        routing = validation.routing
-        rows.append(
-            (
-                name,
-                _means([m.length.relative_mae for m in validation.models if m.length]),
-                _means([m.length.rank_correlation for m in validation.models if m.length]),
-                _means([m.quality.rank_correlation for m in validation.models if m.quality]),
-                "" if routing is None else _signed(routing.over_best_single),
-                f"{took_s * 1e3:.2f}",
-            )
-        )
-    head = (
-        "predictor",
-        "length: MAE over MAE of the mean",
-        "length: rank correlation",
-        "quality: rank correlation",
-        "routed over best single",
-        "ms a prompt",
+WORTH = (
+    "length: MAE over MAE of the mean",
+    "length: rank correlation",
+    "quality: rank correlation",
+    "routed over best single",
+)
+
+
+def _worth(validation: Validation) -> tuple[str, ...]:
+    """In the columns of WORTH; means over models."""
+    models, routing = validation.models, validation.routing
+    return (
+        _means([m.length.relative_mae for m in models if m.length]),
+        _means([m.length.rank_correlation for m in models if m.length]),
+        _means([m.quality.rank_correlation for m in models if m.quality]),
+        "" if routing is None else _signed(routing.over_best_single),
     )
-    return "\n".join(table(head, rows))
+
+
+def _rivals(rivals: Mapping[str, tuple[Validation, float]]) -> str:
+    rows = [
+        (name, *_worth(validation), f"{took_s * 1e3:.2f}")
+        for name, (validation, took_s) in rivals.items()
+    ]
+    return "\n".join(table(("predictor", *WORTH, "ms a prompt"), rows))
 
 
 def _ablations(ablations: Mapping[str, Validation]) -> str:
-    rows = [
-        (
-            name,
-            _means([m.length.relative_mae for m in v.models if m.length]),
-            _means([m.length.rank_correlation for m in v.models if m.length]),
-            _means([m.quality.rank_correlation for m in v.models if m.quality]),
-            "" if v.routing is None else _signed(v.routing.over_best_single),
-        )
-        for name, v in ablations.items()
-    ]
-    head = (
-        "default, but with",
-        "length: MAE over MAE of the mean",
-        "length: rank correlation",
-        "quality: rank correlation",
-        "routed over best single",
-    )
-    return "\n".join(table(head, rows))
+    rows = [(name, *_worth(validation)) for name, validation in ablations.items()]
+    return "\n".join(table(("default, but with", *WORTH), rows))
 
 
 def _curves(curve: Mapping[str, Sequence[tuple[float, float, float]]]) -> str:

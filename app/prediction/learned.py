@@ -102,7 +102,8 @@ class Learned:
     @cached_property
     def _blank(self) -> Floats:
         """(models, columns): a row for each model, but for the prompt's part."""
-        return _rows(np.zeros((1, self.projection.width)), self.cards)
+        own = np.array([(i, *card.columns) for i, card in enumerate(self.cards)], np.float64)
+        return np.hstack((np.zeros((len(own), self.projection.width)), own))
 
     def predict(self, prompt: PromptFeatures) -> Said:
         rows = self._blank.copy()
@@ -259,12 +260,6 @@ class _Fit:
         # Of a single row a bag would hold none, and LightGBM refuses that.
         bagging = {"bagging_freq": 0} if len(examples) == 1 else {}
         return lightgbm.train({**parameters, **bagging, "seed": self._options.seed}, data, trees)
-
-
-def _rows(prompts: Floats, cards: Sequence[ModelCard]) -> Floats:
-    """(prompts * cards, columns): the row of each prompt with each card, prompt by prompt."""
-    own = np.array([(i, *card.columns) for i, card in enumerate(cards)], np.float64)
-    return np.hstack((np.repeat(prompts, len(cards), axis=0), np.tile(own, (len(prompts), 1))))
 
 
 def _length(said: Sequence[float], factors: Sequence[float]) -> Length:

@@ -43,10 +43,6 @@ class Projection:
         projected = self.components @ (prompt.hashed - self.mean)
         return np.concatenate((projected, prompt.description))
 
-    def rows(self, prompts: Sequence[PromptFeatures]) -> NDArray[np.float64]:
-        """(prompts, len(names))"""
-        return np.array([self.row(prompt) for prompt in prompts]).reshape(-1, len(self.names))
-
 
 def _signs(axes: NDArray[np.float64]) -> NDArray[np.float64]:
     """Makes each axis point to its largest entry's side: an SVD leaves that to chance."""

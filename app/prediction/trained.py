@@ -28,11 +28,11 @@ class TrainedPredictor:
     def __init__(self, artifact: Artifact, settings: PoolSettings) -> None:
         """ArtifactError where the pool's features are of another tokenizer, or a booster or an
         array cannot be read."""
-        self.tokenizer = settings.feature_tokenizer
-        if (here := settings.tokenizers[self.tokenizer]) != artifact.tokenizer:
+        name = settings.feature_tokenizer
+        if (here := settings.tokenizers[name]) != artifact.tokenizer:
             raise ArtifactError(
                 f"trained on token ids of {artifact.tokenizer}; the pool's features are of its "
-                f"first tokenizer, {self.tokenizer} ({here}): train it again"
+                f"first tokenizer, {name} ({here}): train it again"
             )
         try:
             self._learned = artifact.learned()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 from app.config import TokenizerSettings
 from app.prediction.artifact import FORMAT_VERSION, Artifact, Calibration, Card, encoded
@@ -47,16 +48,7 @@ def train(
         pca_mean=encoded(fitted.projection.mean),
         pca_components=encoded(fitted.projection.components),
         quality_booster=None if fitted.quality is None else fitted.quality.model_to_string(),
-        quality_calibration=(
-            None
-            if calibration is None
-            else Calibration(
-                mean_score=calibration.mean_score,
-                mean_prediction=calibration.mean_prediction,
-                common=calibration.common,
-                own=calibration.own,
-            )
-        ),
+        quality_calibration=(None if calibration is None else Calibration(**asdict(calibration))),
         length_boosters=tuple(booster.model_to_string() for booster in fitted.lengths),
         length_factors=fitted.length_factors,
         validation=(

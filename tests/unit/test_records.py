@@ -3,62 +3,20 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import decisions
 import pyarrow.parquet as pq
 import pytest
 
 from app.records import SCHEMA, DecisionRecord, RecordWriter, read_records, write_records
-from app.types import Decision, Estimator, Forecast
+from app.types import Estimator
 
 
 def record(number: int = 0) -> DecisionRecord:
-    forecast = Forecast(
-        instance_id="small-0",
-        model="small",
-        estimator=Estimator.SFS,
-        prompt_tokens=100,
-        cached_tokens=0,
-        max_tokens=100,
-        ttft_s=0.2,
-        waiting_s=0.15,
-        prefill_s=0.05,
-        throughput_ttft_s=0.3,
-        quality=0.4,
-        predicted_output_tokens=200.0,
-        output_tokens_low=50.0,
-        output_tokens_high=400.0,
-        length_correction=1.0,
-        prediction_source="prior",
-        cost_microusd=90.0,
-        utility=0.355,
-        feasible=True,
-        snapshot_age_s=0.001,
-        running=3,
-        waiting=1,
-    )
+    forecast = decisions.forecast()
     endless = replace(forecast, instance_id="small-1", estimator=Estimator.LPS, ttft_s=math.inf)
-    decision = Decision(
-        decision_id=f"dec-{number:024x}",
-        policy="constrained",
-        ttft_slo_s=math.inf,
-        cost_weight=5e-4,
-        latency_weight=1.0,
-        candidates=(forecast, endless),
-        chosen=0,
-        reason="small-0: best utility 0.355 of 1 that answers at all.",
-        decision_s=1e-4,
-    )
-    return DecisionRecord(
-        decision=decision,
-        requested_model="auto",
-        arrived_s=1e9,
-        finished_s=1e9 + 2,
-        max_tokens=None,
-        priority=0,
-        ttft_s=0.21,
-        engine_ttft_s=0.2,
-        dispatch_s=0.005,
-        output_tokens=150,
-        finish_reason="stop",
+    reason = "small-0: best utility 0.355 of 1 that answers at all."
+    return decisions.record(
+        decisions.decision(number, forecast, endless, reason=reason),
         prompt_hash=[0, -3, 12],
         prompt_description=[100.0, 0.5],
         feature_version=1,

@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import decisions
 import pytest
 from typer.testing import CliRunner
 
 from app.cli import app
 from app.records import DecisionRecord, write_records
-from app.types import Decision, Estimator, Forecast
+from app.types import Estimator
 
 Serve = Callable[..., AbstractContextManager[Any]]
 
@@ -24,52 +25,17 @@ def record(
     throughput_s: float,
     estimator: Estimator = Estimator.SFS,
 ) -> DecisionRecord:
-    forecast = Forecast(
-        instance_id="small-0",
-        model="small",
+    forecast = decisions.forecast(
         estimator=estimator,
-        prompt_tokens=7,
-        cached_tokens=0,
-        max_tokens=100,
         ttft_s=predicted_s,
-        waiting_s=0.0,
         prefill_s=predicted_s,
         throughput_ttft_s=throughput_s,
-        quality=0.5,
-        predicted_output_tokens=3.0,
-        output_tokens_low=50.0,
-        output_tokens_high=400.0,
-        length_correction=1.0,
-        prediction_source="prior",
-        cost_microusd=1.0,
-        utility=0.4995,
-        feasible=True,
-        snapshot_age_s=0.01,
-        running=0,
-        waiting=0,
     )
-    decision = Decision(
-        decision_id=f"dec-{index:024x}",
-        policy="constrained",
-        ttft_slo_s=math.inf,
-        cost_weight=5e-4,
-        latency_weight=1.0,
-        candidates=(forecast,),
-        chosen=0,
-        reason="the only one",
-        decision_s=1e-4,
-    )
-    return DecisionRecord(
-        decision=decision,
-        requested_model="auto",
-        arrived_s=1000.0,
-        finished_s=1002.0,
-        max_tokens=None,
-        priority=0,
+    return decisions.record(
+        decisions.decision(index, forecast),
         ttft_s=ttft_s,
         engine_ttft_s=None,
         dispatch_s=None,
-        output_tokens=3,
         finish_reason="stop" if ttft_s else "error",
     )
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import decisions
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,7 +30,6 @@ from app.prediction.examples import (
 from app.prediction.features import FEATURE_VERSION
 from app.records import DecisionRecord, read_records, write_records
 from app.rows import RowError
-from app.types import Decision, Estimator, Forecast
 
 
 class Letters:
@@ -83,54 +82,10 @@ class TestAnswers:
 
 def record(number: int = 0, **changed: Any) -> DecisionRecord:
     """Of a prompt of its own, answered by large with 150 tokens."""
-    forecast = Forecast(
-        instance_id="large-0",
-        model="large",
-        estimator=Estimator.SFS,
-        prompt_tokens=100,
-        cached_tokens=0,
-        max_tokens=4096,
-        ttft_s=0.2,
-        waiting_s=0.15,
-        prefill_s=0.05,
-        throughput_ttft_s=0.3,
-        quality=0.4,
-        predicted_output_tokens=200.0,
-        output_tokens_low=50.0,
-        output_tokens_high=400.0,
-        length_correction=1.0,
-        prediction_source="prior",
-        cost_microusd=90.0,
-        utility=0.355,
-        feasible=True,
-        snapshot_age_s=0.001,
-        running=3,
-        waiting=1,
-    )
-    decision = Decision(
-        decision_id=f"dec-{number:024x}",
-        policy="constrained",
-        ttft_slo_s=math.inf,
-        cost_weight=5e-4,
-        latency_weight=1.0,
-        candidates=(replace(forecast, model="small"), forecast),
-        chosen=1,
-        reason="the better one",
-        decision_s=1e-4,
-    )
     seen = features(f"Hello {number}", number, 7, 8)
-    whole = DecisionRecord(
-        decision=decision,
-        requested_model="auto",
-        arrived_s=1e9,
-        finished_s=1e9 + 2,
-        max_tokens=None,
-        priority=0,
-        ttft_s=0.21,
-        engine_ttft_s=0.2,
-        dispatch_s=0.005,
-        output_tokens=150,
-        finish_reason="stop",
+    large = decisions.forecast(instance_id="large-0", model="large", max_tokens=4096)
+    whole = decisions.record(
+        decisions.decision(number, replace(large, model="small"), large, chosen=1),
         prompt_hash=seen.buckets.tolist(),
         prompt_description=seen.description.tolist(),
         feature_version=FEATURE_VERSION,

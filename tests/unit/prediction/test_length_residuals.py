@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import decisions
 import numpy as np
 import pytest
 
@@ -22,35 +23,18 @@ from app.prediction.residuals import (
     WINDOW,
     LengthResiduals,
 )
-from app.types import Estimator, Forecast, ModelSpec, Prediction, Query
+from app.types import Forecast, ModelSpec, Prediction, Query
 
 
 def forecast(tokens: float = 100.0, **changed: Any) -> Forecast:
-    whole = Forecast(
-        instance_id="small-0",
-        model="small",
-        estimator=Estimator.SFS,
-        prompt_tokens=10,
-        cached_tokens=0,
+    promised = decisions.forecast(
         max_tokens=4096,
-        ttft_s=0.1,
-        waiting_s=0.0,
-        prefill_s=0.1,
-        throughput_ttft_s=0.1,
-        quality=0.5,
         predicted_output_tokens=tokens,
         output_tokens_low=tokens / 2,
         output_tokens_high=tokens * 2,
-        length_correction=1.0,
         prediction_source="trained",
-        cost_microusd=1.0,
-        utility=0.5,
-        feasible=True,
-        snapshot_age_s=0.0,
-        running=0,
-        waiting=0,
     )
-    return replace(whole, **changed)
+    return replace(promised, **changed)
 
 
 def after(*seen: tuple[Forecast, int]) -> LengthResiduals:

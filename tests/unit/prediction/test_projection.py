@@ -10,12 +10,16 @@ from app.prediction.projection import Projection
 PROMPTS = [example.prompt for example in planted(40)]
 
 
+def rows_of(projection: Projection) -> np.ndarray:
+    return np.array([projection.row(prompt) for prompt in PROMPTS])
+
+
 def test_axes_are_orthonormal_and_keep_what_varies_most() -> None:
     projection = Projection.fit(PROMPTS, 8)
     axes = projection.components
     assert axes.shape == (8, HASH_BUCKETS)
     np.testing.assert_allclose(axes @ axes.T, np.eye(8), atol=1e-9)
-    spread = projection.rows(PROMPTS)[:, :8].var(axis=0)
+    spread = rows_of(projection)[:, :8].var(axis=0)
     assert (np.diff(spread) <= 1e-12).all()
 
 
@@ -28,7 +32,7 @@ def test_axes_point_to_their_largest_entry() -> None:
 def test_a_row_is_named_column_by_column() -> None:
     projection = Projection.fit(PROMPTS, 3)
     assert projection.names == ["hash_0", "hash_1", "hash_2", *DESCRIPTION]
-    rows = projection.rows(PROMPTS)
+    rows = rows_of(projection)
     assert rows.shape == (len(PROMPTS), len(projection.names))
     np.testing.assert_array_equal(rows[5], projection.row(PROMPTS[5]))
     np.testing.assert_array_equal(rows[5, 3:], PROMPTS[5].description)
@@ -39,7 +43,7 @@ def test_a_row_is_named_column_by_column() -> None:
 def test_fewer_prompts_than_axes(prompts: int) -> None:
     projection = Projection.fit(PROMPTS[: 2 * prompts : 2])
     assert len(projection.components) == prompts
-    assert np.isfinite(projection.rows(PROMPTS)).all()
+    assert np.isfinite(rows_of(projection)).all()
 
 
 def test_prompts_that_are_all_alike() -> None:
@@ -48,5 +52,5 @@ def test_prompts_that_are_all_alike() -> None:
     assert np.isfinite(projection.row(features("another", 5, 6))).all()
 
 
-def test_no_prompt_to_project() -> None:
-    assert Projection.fit(PROMPTS, 3).rows([]).shape == (0, 3 + len(DESCRIPTION))
+def test_its_width_is_told_without_a_row() -> None:
+    assert Projection.fit(PROMPTS, 3).width == 3 + len(DESCRIPTION)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import decisions
 import pytest
 import yaml
 from click.testing import Result
@@ -24,7 +24,6 @@ from app.prediction.cli import cards
 from app.prediction.features import FEATURE_VERSION
 from app.prediction.training import train
 from app.records import DecisionRecord, write_records
-from app.types import Decision, Estimator, Forecast
 
 Row = dict[str, Any]
 PROMPTS = 8
@@ -86,54 +85,11 @@ SCORES = [
 
 
 def record(number: int, model: str = "small", **changed: Any) -> DecisionRecord:
-    forecast = Forecast(
-        instance_id=f"{model}-0",
-        model=model,
-        estimator=Estimator.SFS,
-        prompt_tokens=100,
-        cached_tokens=0,
-        max_tokens=4096,
-        ttft_s=0.2,
-        waiting_s=0.15,
-        prefill_s=0.05,
-        throughput_ttft_s=0.3,
-        quality=0.4,
-        predicted_output_tokens=200.0,
-        output_tokens_low=50.0,
-        output_tokens_high=400.0,
-        length_correction=1.0,
-        prediction_source="prior",
-        cost_microusd=90.0,
-        utility=0.355,
-        feasible=True,
-        snapshot_age_s=0.001,
-        running=3,
-        waiting=1,
-    )
-    decision = Decision(
-        decision_id=f"dec-{number:024x}",
-        policy="constrained",
-        ttft_slo_s=math.inf,
-        cost_weight=5e-4,
-        latency_weight=1.0,
-        candidates=(forecast,),
-        chosen=0,
-        reason="the only one",
-        decision_s=1e-4,
-    )
     seen = features(f"Hello {number}", number, 7, 8)
-    whole = DecisionRecord(
-        decision=decision,
-        requested_model="auto",
-        arrived_s=1e9,
-        finished_s=1e9 + 2,
-        max_tokens=None,
-        priority=0,
-        ttft_s=0.21,
-        engine_ttft_s=0.2,
-        dispatch_s=0.005,
+    forecast = decisions.forecast(instance_id=f"{model}-0", model=model, max_tokens=4096)
+    whole = decisions.record(
+        decisions.decision(number, forecast),
         output_tokens=150 + number,
-        finish_reason="stop",
         prompt_hash=seen.buckets.tolist(),
         prompt_description=seen.description.tolist(),
         feature_version=FEATURE_VERSION,
