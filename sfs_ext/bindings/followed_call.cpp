@@ -65,9 +65,10 @@ py::handle Call::operator[](std::size_t wanted) const {
   if (place < positional_) return arguments_[place];
   const Py_ssize_t named = names_ ? PyTuple_GET_SIZE(names_.ptr()) : 0;
   for (Py_ssize_t i = 0; i < named; ++i)
-    if (PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(names_.ptr(), i), name.c_str()) == 0)
+    if (const py::handle given = PyTuple_GET_ITEM(names_.ptr(), i);
+        given.is(name) || PyUnicode_Compare(given.ptr(), name.ptr()) == 0)
       return arguments_[positional_ + static_cast<std::size_t>(i)];
-  throw py::type_error("a call without " + name);
+  throw py::type_error("a call without " + name.cast<std::string>());
 }
 
 py::object follow(const py::object& callable, std::vector<Parameter> wanted,

@@ -14,7 +14,7 @@ namespace sfs {
 // A parameter of a callable: callers give it by its place or by its name.
 struct Parameter {
   std::size_t place;
-  std::string name;
+  pybind11::str name;
 };
 
 class Call {

@@ -17,11 +17,11 @@ namespace {
 
 constexpr std::uint64_t nobody = 0;  // owns the blocks of a cache that is reset
 
-std::string_view text(py::handle str) {
-  Py_ssize_t size = 0;
-  const char* data = PyUnicode_AsUTF8AndSize(str.ptr(), &size);
-  if (data == nullptr) throw py::error_already_set();
-  return {data, static_cast<std::size_t>(size)};
+py::str text(py::handle object) {
+  if (!py::isinstance<py::str>(object))
+    throw py::type_error("a request id must be a str, not a " +
+                         std::string(Py_TYPE(object.ptr())->tp_name));
+  return py::reinterpret_borrow<py::str>(object);
 }
 
 py::object attribute(py::handle object, py::handle name) {
@@ -39,7 +39,15 @@ py::handle item(py::handle list, std::size_t index) {
 
 }  // namespace
 
-void KvObserver::arrived(std::string request_id, std::uint64_t owner,
+std::size_t KvObserver::Hash::operator()(const py::str& request_id) const {
+  return static_cast<std::size_t>(py::hash(request_id));
+}
+
+bool KvObserver::Equal::operator()(const py::str& one, const py::str& other) const {
+  return one.is(other) || PyUnicode_Compare(one.ptr(), other.ptr()) == 0;
+}
+
+void KvObserver::arrived(const py::str& request_id, std::uint64_t owner,
                          std::optional<py::list> token_ids, py::list hashes,
                          std::int32_t prompt_tokens) {
   if (failure_ || requests_.contains(request_id)) return;
@@ -51,10 +59,10 @@ void KvObserver::arrived(std::string request_id, std::uint64_t owner,
   }
   events_.push_back({owner, 0, KvEventKind::want});
   for (const BlockKey key : content.keys) events_.push_back({key, 0, KvEventKind::key});
-  requests_.emplace(std::move(request_id), std::move(content));
+  requests_.emplace(request_id, std::move(content));
 }
 
-void KvObserver::ended(std::string_view request_id) {
+void KvObserver::ended(const py::str& request_id) {
   if (failure_) return;
   const auto request = requests_.find(request_id);
   if (request == requests_.end()) return;
@@ -154,10 +162,11 @@ void KvObserver::note_filled(const Call& call) {
 }
 
 KvObserver::Content& KvObserver::content(py::handle request_id) {
-  const std::string_view name = text(request_id);
+  const py::str name = text(request_id);
   const auto found = requests_.find(name);
   if (found == requests_.end())
-    throw std::out_of_range("request " + std::string(name) + " is unknown to the KV journal");
+    throw std::out_of_range("request " + name.cast<std::string>() +
+                            " is unknown to the KV journal");
   return found->second;
 }
 
@@ -174,12 +183,10 @@ void KvObserver::extend(Content& content, std::size_t blocks) const {
     return;
   }
   const auto size = static_cast<std::size_t>(block_size_);
-  std::vector<std::int32_t> tokens;
-  tokens.reserve((blocks - known) * size);
+  BlockKeyChain chain(block_size_, known > 0 ? content.keys.back() : no_block);
   for (std::size_t i = known * size; i < blocks * size; ++i)
-    tokens.push_back(integer(item(*content.token_ids, i)));
-  const auto more = block_keys(tokens, block_size_, known > 0 ? content.keys.back() : no_block);
-  content.keys.insert(content.keys.end(), more.begin(), more.end());
+    if (const auto key = chain.add(integer(item(*content.token_ids, i))))
+      content.keys.push_back(*key);
 }
 
 }  // namespace sfs
@@ -199,7 +206,7 @@ void bind_kv_observer(py::module_& m) {
       .def(
           "following",
           [](KvObserver& observer, const py::object& callable, const std::string& kind,
-             const std::vector<std::pair<std::size_t, std::string>>& wanted) {
+             const std::vector<std::pair<std::size_t, py::str>>& wanted) {
             constexpr const char* names[] = {"hit", "released", "filled"};
             const auto* const found = std::find(std::begin(names), std::end(names), kind);
             if (found == std::end(names))

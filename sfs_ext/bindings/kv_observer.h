@@ -9,7 +9,6 @@
 #include <optional>
 #include <span>
 #include <string>
-#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -26,9 +25,10 @@ class KvObserver {
   // A request, which events name by `owner`, with its full blocks' keys: of its token ids, as
   // routers make them, or where it has none to go by, of vLLM's own hashes. Both lists grow in
   // place. Nothing for one that is there.
-  void arrived(std::string request_id, std::uint64_t owner, std::optional<pybind11::list> token_ids,
-               pybind11::list hashes, std::int32_t prompt_tokens);
-  void ended(std::string_view request_id);
+  void arrived(const pybind11::str& request_id, std::uint64_t owner,
+               std::optional<pybind11::list> token_ids, pybind11::list hashes,
+               std::int32_t prompt_tokens);
+  void ended(const pybind11::str& request_id);
   void reset(const std::vector<std::int32_t>& hashed);  // the blocks with content; all are free
 
   enum class Kind { hit, released, filled };
@@ -64,8 +64,12 @@ class KvObserver {
     std::vector<BlockKey> keys;
     std::size_t held = 0;  // blocks
   };
-  struct Hash : std::hash<std::string_view> {
-    using is_transparent = void;
+  // A string keeps its hash, and who asks mostly has the very string: no byte of it is looked at.
+  struct Hash {
+    std::size_t operator()(const pybind11::str& request_id) const;
+  };
+  struct Equal {
+    bool operator()(const pybind11::str& one, const pybind11::str& other) const;
   };
 
   void tell(Kind kind, const Call& call);
@@ -78,7 +82,7 @@ class KvObserver {
 
   std::int32_t block_size_;
   pybind11::str request_id_ = "request_id", block_id_ = "block_id";
-  std::unordered_map<std::string, Content, Hash, std::equal_to<>> requests_;
+  std::unordered_map<pybind11::str, Content, Hash, Equal> requests_;
   std::vector<KvEvent> events_;
   bool released_ = false;
   std::optional<std::string> failure_;

@@ -36,16 +36,23 @@ std::int32_t tokens_of(const py::dict& tokens, const RequestRecord& record) {
 
 }  // namespace
 
+double StateWriter::now_s() const {
+  const auto now = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(clock_.ptr()));
+  if (!now) throw py::error_already_set();
+  return now.cast<double>();
+}
+
 void StateWriter::scheduled(py::object output, const py::dict& tokens, const py::list& running,
                             double scheduled_s, std::int32_t preempted, std::int32_t free_blocks) {
   current_ = false;
   if (std::exchange(missed_, false)) rows_.forget();
-  std::vector<std::uint64_t> numbers;
-  for (const Batch& batch : in_flight_) numbers.push_back(batch.number);
   Batch batch{.output = std::move(output), .number = ++batches_};
-  numbers.push_back(batch.number);
+  numbers_.clear();
+  for (const Batch& before : in_flight_) numbers_.push_back(before.number);
+  numbers_.push_back(batch.number);
 
   const std::size_t count = running.size();
+  writer_.fetch(count);
   rows_.restart_running(count);
   std::size_t found = 0;
   for (std::size_t i = 0; i < count; ++i) {
@@ -53,7 +60,7 @@ void StateWriter::scheduled(py::object output, const py::dict& tokens, const py:
     auto [record, row] = rows_.add_running(request, reader_);
     const std::int32_t share = tokens_of(tokens, record);
     if (share > 0) record.join({batch.number, share, !reader_.prefills(request)});
-    reader_.read(request, record, numbers, row);
+    reader_.read(request, record, numbers_, row);
     if (share == 0) continue;
     add(batch.step, row, share);
     ++found;
@@ -61,7 +68,7 @@ void StateWriter::scheduled(py::object output, const py::dict& tokens, const py:
   if (found != tokens.size())
     throw std::invalid_argument("of " + std::to_string(tokens.size()) + " scheduled requests " +
                                 std::to_string(found) + " are running");
-  rows_.refresh_waiting(reader_, numbers);
+  rows_.refresh_waiting(reader_, numbers_);
 
   if (tokens.empty() && in_flight_.empty()) busy_since_s_.reset();
   batch.step.scheduled_s = scheduled_s;

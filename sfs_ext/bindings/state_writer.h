@@ -57,7 +57,7 @@ class StateWriter {
     StepRecord step{};  // completed when the batch is done
   };
 
-  double now_s() const { return clock_().cast<double>(); }
+  double now_s() const;
   double start_s(double scheduled_s) const;
   void publish(std::int32_t free_blocks);
   void append_kv_events();
@@ -69,6 +69,7 @@ class StateWriter {
   KvObserver* observer_;
   std::deque<Batch> in_flight_;
   std::uint64_t batches_ = 0;
+  std::vector<std::uint64_t> numbers_;  // of those in flight, oldest first
   std::optional<double> busy_since_s_;
   SnapshotHeader published_{};
   bool current_ = false;  // the rows are those of the newest snapshot

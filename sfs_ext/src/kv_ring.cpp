@@ -59,8 +59,7 @@ std::uint64_t KvRing::position() const {
   return std::atomic_ref(positions(memory_).done).load(std::memory_order_acquire);
 }
 
-void KvRing::append(std::span<const KvEvent> events) {
-  const std::uint64_t from = position();
+void KvRing::append(std::uint64_t from, std::span<const KvEvent> events) {
   const std::uint64_t to = from + events.size();
   std::atomic_ref(positions(memory_).begun).store(to, std::memory_order_relaxed);
   const std::uint64_t start = from % events_;
@@ -92,8 +91,8 @@ bool KvRing::read(std::uint64_t from, std::uint64_t to, std::vector<KvEvent>& in
 
 bool KvRing::write_checkpoint(std::uint64_t position, std::span<const KvEvent> events) {
   if (events.size() > checkpoint_events()) return false;
-  std::byte* slot = checkpoint(checkpoints_++ % checkpoints);
-  const SlotWrite write(slot);
+  std::byte* slot = checkpoint(++checkpoints_ % checkpoints);
+  const SlotWrite write(slot, checkpoints_);
   const std::array<Word, 2> head{position, events.size()};
   store_words(slot + sizeof(Word), head.data(), sizeof head);
   store_words(slot + sizeof(CheckpointHeader), events.data(), events.size() * sizeof(KvEvent));
@@ -129,17 +128,18 @@ void KvJournalWriter::append(std::span<const KvEvent> events) {
   const std::uint64_t stretch = ring_.events() / 8;
   while (!events.empty()) {
     const auto next = events.first(std::min<std::size_t>(events.size(), stretch));
-    ring_.append(next);
+    ring_.append(position_, next);
+    position_ += next.size();
     unmirrored_.insert(unmirrored_.end(), next.begin(), next.end());
     events = events.subspan(next.size());
-    const bool is_due = position() >= next_checkpoint_;
+    const bool is_due = position_ >= next_checkpoint_;
     if (is_due || unmirrored_.size() >= mirrored_at_once) {
       mirror_.apply(unmirrored_);
       unmirrored_.clear();
     }
     if (!is_due) continue;
-    const bool fits = ring_.write_checkpoint(position(), mirror_.compact());
-    next_checkpoint_ = position() + (fits ? ring_.events() / 2 : stretch);
+    const bool fits = ring_.write_checkpoint(position_, mirror_.compact());
+    next_checkpoint_ = position_ + (fits ? ring_.events() / 2 : stretch);
   }
 }
 

@@ -30,8 +30,8 @@ class KvRing {
   // Events appended so far.
   std::uint64_t position() const;
 
-  // At most events() at a time.
-  void append(std::span<const KvEvent> events);
+  // Behind the `from` events so far; at most events() at a time.
+  void append(std::uint64_t from, std::span<const KvEvent> events);
   // False, and the one before stays, if it has more than checkpoint_events().
   bool write_checkpoint(std::uint64_t position, std::span<const KvEvent> events);
 
@@ -64,10 +64,11 @@ class KvJournalWriter {
   // cannot go on then.
   void append(std::span<const KvEvent> events);
 
-  std::uint64_t position() const { return ring_.position(); }
+  std::uint64_t position() const { return position_; }
 
  private:
   KvRing ring_;
+  std::uint64_t position_ = 0;  // as the ring has it, which has left the processor's caches
   KvMirror mirror_;
   std::vector<KvEvent> unmirrored_;  // appended, and not yet applied to the mirror
   std::uint64_t next_checkpoint_;

@@ -36,6 +36,8 @@ constexpr char segment_magic[8] = {'F', 'O', 'R', 'E', 'S', 'E', 'G', 'M'};
 constexpr std::size_t snapshot_slots = 4;
 constexpr int read_attempts = 64;
 constexpr int journal_attempts = 4;
+constexpr std::size_t line_bytes = 64;
+constexpr std::size_t most_fetched_bytes = 4096;  // the processor foresees the rest
 
 static_assert(sizeof(SegmentLayout) % sizeof(Word) == 0);
 static_assert(sizeof(SnapshotHeader) % sizeof(Word) == 0);
@@ -49,11 +51,10 @@ constexpr std::size_t step_slot_bytes = sizeof(Word) + sizeof(StepRecord);
 
 // Snapshots, steps, journal: where the last begins, and with a journal where it all ends.
 std::size_t journal_offset(std::uint32_t max_residents, std::uint32_t max_steps) {
-  constexpr std::size_t line = 64;
   const std::size_t end = sizeof(SegmentLayout) +
                           snapshot_slots * snapshot_slot_bytes(max_residents) +
                           max_steps * step_slot_bytes;
-  return (end + line - 1) / line * line;
+  return (end + line_bytes - 1) / line_bytes * line_bytes;
 }
 
 // What a file may claim at most: a reader makes room for it.
@@ -110,8 +111,8 @@ class Unfinished {
   std::string path_;
 };
 
-std::byte* map(const File& file, std::size_t bytes, const std::string& path) {
-  void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.descriptor(), 0);
+std::byte* map(const File& file, std::size_t bytes, const std::string& path, int flags) {
+  void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, file.descriptor(), 0);
   if (data == MAP_FAILED) fail("cannot map", path);
   return static_cast<std::byte*>(data);
 }
@@ -138,7 +139,8 @@ Mapping Mapping::create(const std::string& path, std::size_t bytes) {
   errno = ::posix_fallocate(file.descriptor(), 0, static_cast<off_t>(bytes));
   if (errno != 0) fail("cannot reserve " + std::to_string(bytes) + " bytes for", path);
   Mapping mapping;
-  mapping.data_ = map(file, bytes, path);
+  // The engine pays for its pages now, not step by step.
+  mapping.data_ = map(file, bytes, path, MAP_SHARED | MAP_POPULATE);
   mapping.size_ = bytes;
   unfinished.finished();
   return mapping;
@@ -150,7 +152,7 @@ Mapping Mapping::open(const std::string& path) {
   if (::fstat(file.descriptor(), &status) != 0) fail("cannot stat", path);
   Mapping mapping;
   if (status.st_size == 0) return mapping;
-  mapping.data_ = map(file, static_cast<std::size_t>(status.st_size), path);
+  mapping.data_ = map(file, static_cast<std::size_t>(status.st_size), path, MAP_SHARED);
   mapping.size_ = static_cast<std::size_t>(status.st_size);
   return mapping;
 }
@@ -222,11 +224,19 @@ void SnapshotWriter::publish(SnapshotHeader header, const Resident* residents, s
   header.kv_position = journal_ ? journal_->position() : 0;
   {
     std::byte* slot = snapshot_slot(mapping_, room_, header.sequence);
-    const SlotWrite write(slot);
+    const SlotWrite write(slot, header.sequence);
     store_words(slot + sizeof(Word), &header, sizeof header);
     store_words(slot + sizeof(Word) + sizeof header, residents, kept * sizeof(Resident));
   }
   std::atomic_ref(layout.newest_snapshot).store(header.sequence, std::memory_order_release);
+}
+
+void SnapshotWriter::fetch(std::size_t count) const {
+  if (mapping_.data() == nullptr) return;
+  const std::byte* slot = snapshot_slot(mapping_, room_, published_ + 1);
+  const std::size_t bytes = sizeof(Word) + sizeof(SnapshotHeader) + count * sizeof(Resident);
+  for (std::size_t i = 0; i < std::min(bytes, most_fetched_bytes); i += line_bytes)
+    __builtin_prefetch(slot + i, 1);
 }
 
 void SnapshotWriter::record_step(StepRecord step) {
@@ -234,7 +244,7 @@ void SnapshotWriter::record_step(StepRecord step) {
   step.sequence = ++steps_;
   {
     std::byte* slot = step_slot(mapping_, room_, step.sequence);
-    const SlotWrite write(slot);
+    const SlotWrite write(slot, step.sequence);
     store_words(slot + sizeof(Word), &step, sizeof step);
   }
   std::atomic_ref(layout_of(mapping_).newest_step).store(step.sequence, std::memory_order_release);

@@ -36,16 +36,18 @@ inline void load_words(void* to, std::byte* from, std::size_t bytes) {
 // The first word of a slot is its version: odd while the slot is being written.
 class SlotWrite {
  public:
-  explicit SlotWrite(std::byte* slot) : version_(word(slot)), even_(version_.load() & ~Word{1}) {
-    version_.store(even_ + 1, std::memory_order_relaxed);
+  // `number`: greater than that of any write before. The slot itself, which has left the writer's
+  // caches, is not read.
+  SlotWrite(std::byte* slot, Word number) : version_(word(slot)), complete_(2 * number) {
+    version_.store(complete_ - 1, std::memory_order_relaxed);
   }
-  ~SlotWrite() { version_.store(even_ + 2, std::memory_order_release); }
+  ~SlotWrite() { version_.store(complete_, std::memory_order_release); }
   SlotWrite(const SlotWrite&) = delete;
   SlotWrite& operator=(const SlotWrite&) = delete;
 
  private:
   std::atomic_ref<Word> version_;
-  Word even_;
+  Word complete_;
 };
 
 template <class Read>

@@ -65,6 +65,10 @@ class SnapshotWriter {
   void append(std::span<const KvEvent> events);
   void end_journal();
 
+  // A snapshot of so many residents is about to be published: an engine's step has pushed its place
+  // out of the processor's caches.
+  void fetch(std::size_t count) const;
+
   // Fills in the sequence number and the journal's position; waiting residents beyond the
   // segment's room are counted only.
   void publish(SnapshotHeader header, const Resident* residents, std::size_t count);
