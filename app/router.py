@@ -31,6 +31,8 @@ from sfs_ext import Fleet, ForecastStatus, query_dtype
 
 FORECAST_ALL = 64
 """Candidates up to which a decision forecasts each of them."""
+SIGMA_STEP = 0.05
+"""Of a sigma: less is no reason to simulate every instance anew."""
 NO_DIFFERENCE_S = 1e-6
 """Between two forecasts: Unix time in floating point resolves just less."""
 
@@ -62,6 +64,7 @@ class Router:
         self._limits = settings.router
         self._preferred = Estimator(settings.router.estimator)
         self._models = {model.name: model for model in settings.models}
+        self._length_sigmas = {m.name: m.prior.output_sigma for m in settings.models}
         self._instances: dict[str, Instance] = {}
         self._replicas: Mapping[str, Sequence[Replicas]] | None = None
         """None: to be grouped anew."""
@@ -310,7 +313,7 @@ class Router:
                 self.remove_instance(spec.instance_id)
                 known = None
             if known is None:
-                sigma = self._models[spec.model.name].prior.output_sigma
+                sigma = self._length_sigmas[spec.model.name]
                 handle = self.fleet.add(spec.scheduler, spec.batch_time, sigma)
                 known = Instance(spec, handle, next(self._positions))
                 self._delays_s = np.vstack((self._delays_s, (0.0, 0.0)))
@@ -355,6 +358,18 @@ class Router:
                 instance.return_delay.add(max(0.0, return_s))
                 delays_s = instance.dispatch_delay.value, instance.return_delay.value
                 self._delays_s[instance.handle] = delays_s
+
+    def observe_length_sigma(self, model: str, sigma: float) -> None:
+        """How far answers of a model of the pool stray from their predicted lengths: the standard
+        deviation of the log of their ratio. Until it is observed, the prior's."""
+        with self._lock:
+            known = self._length_sigmas[model]
+            if abs(sigma - known) <= SIGMA_STEP * known:
+                return
+            self._length_sigmas[model] = sigma
+            for instance in self._instances.values():
+                if instance.spec.model.name == model:
+                    self.fleet.set_length_sigma(instance.handle, sigma)
 
 
 class _Offer:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from ray.serve.metrics import Counter, Gauge, Histogram
 
 from app.prediction.residuals import Drift
@@ -83,10 +81,9 @@ class RouterMetrics:
         self._requests.inc(1, {"model": model, "outcome": outcome})
 
     def length_drift(self, model: str, drift: Drift) -> None:
-        if not math.isnan(drift.bias):
-            self._length_bias.set(drift.bias, {"model": model})
-        if not math.isnan(drift.coverage):
-            self._length_coverage.set(drift.coverage, {"model": model})
+        """nan while there is nothing to tell."""
+        self._length_bias.set(drift.bias, {"model": model})
+        self._length_coverage.set(drift.coverage, {"model": model})
 
     def predictor(self, trained_s: float) -> None:
         self._predictor_trained_s.set(trained_s)

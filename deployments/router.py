@@ -306,9 +306,7 @@ class QueryRouter:
                             )
                             if finish_reason in FINISH_REASONS.values():
                                 self._predictor.finished(choice, output_tokens, promised_by)
-                                self._metrics.length_drift(
-                                    choice.model, self._predictor.drift_of(choice.model)
-                                )
+                                self._pass_on_residuals(choice.model)
                         case Failed(status, error):
                             raise ApiError.of(status, error)
         except (GeneratorExit, asyncio.CancelledError):
@@ -329,6 +327,12 @@ class QueryRouter:
             self._router.release(decision)
             if not lost:
                 self._settle(query, decision, seen)
+
+    def _pass_on_residuals(self, model: str) -> None:
+        """To the forecasts, which ask how far lengths stray, and to whoever watches."""
+        prior = self._models[model].prior.output_sigma
+        self._router.observe_length_sigma(model, self._predictor.length_sigma(model, prior))
+        self._metrics.length_drift(model, self._predictor.drift_of(model))
 
     def _settle(self, query: Query, decision: Decision, seen: _Observed) -> None:
         """Once a request, with the decision that it ended with."""
@@ -373,6 +377,8 @@ class QueryRouter:
             if loaded is not None:
                 self._predictor.replace(loaded.predictor)
                 self._metrics.predictor(loaded.trained_s)
+                for model in self._models:
+                    self._pass_on_residuals(model)
             await asyncio.sleep(PREDICTOR_INTERVAL_S)
 
     async def _follow_fleet(self) -> None:

@@ -57,6 +57,10 @@ class OnlinePredictor:
                 *(forecast.model, drift.requests, 100 * drift.bias, 100 * drift.coverage),
             )
 
+    def length_sigma(self, model: str, prior: float) -> float:
+        """Standard deviation of the log of observed over predicted lengths."""
+        return self._residuals[model].sigma(prior)
+
     def drift_of(self, model: str) -> Drift:
         return self._residuals[model].drift
 

@@ -11,7 +11,8 @@ from app.types import Forecast
 WINDOW = 500
 """Finished requests of a model that are looked back on."""
 PRIOR_REQUESTS = 20
-"""As many weigh as much as the belief that predictions are right on average."""
+"""As many weigh as much as the belief that predictions are right on average and stray as far as
+the settings' prior says."""
 DRIFT_REQUESTS = 100
 """From here on a bias or a coverage is no accident."""
 LARGEST_BIAS = 0.25
@@ -43,13 +44,14 @@ class LengthResiduals:
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int, bool]] = deque()
         self._predicted = self._observed = 0.0
+        self._log, self._log_squared = 0.0, 0.0
         self._inside = 0
 
     def observe(self, forecast: Forecast, output_tokens: int) -> None:
         # By its limit, never by how it ended: else long answers would be left out.
         if forecast.limits_answer:
             return
-        predicted = forecast.predicted_output_tokens / forecast.length_correction
+        predicted = max(1.0, forecast.predicted_output_tokens / forecast.length_correction)
         low, high = forecast.output_tokens_low, forecast.output_tokens_high
         inside = math.floor(low) <= output_tokens <= high
         self._seen.append((predicted, output_tokens, inside))
@@ -61,6 +63,9 @@ class LengthResiduals:
         self._predicted += times * predicted
         self._observed += times * observed
         self._inside += times * inside
+        log = math.log(max(1, observed) / predicted)
+        self._log += times * log
+        self._log_squared += times * log * log
 
     @property
     def correction(self) -> float:
@@ -69,6 +74,13 @@ class LengthResiduals:
             return 1.0
         believed = PRIOR_REQUESTS * self._predicted / len(self._seen)
         return (self._observed + believed) / (self._predicted + believed)
+
+    def sigma(self, prior: float) -> float:
+        """Standard deviation of the log of observed over predicted lengths."""
+        requests = len(self._seen)
+        varied = self._log_squared - self._log**2 / requests if requests > 0 else 0.0
+        believed = PRIOR_REQUESTS * prior**2
+        return math.sqrt((max(0.0, varied) + believed) / (requests + PRIOR_REQUESTS))
 
     @property
     def drift(self) -> Drift:

@@ -423,6 +423,7 @@ void bind_fleet(py::module_& m) {
           py::arg("instance"), py::arg("message"),
           "False if a message before it is missing; ValueError if it is not a journal message.")
       .def("calibrate", &Fleet::calibrate, py::arg("instance"), py::arg("batch_time"))
+      .def("set_length_sigma", &Fleet::set_length_sigma, py::arg("instance"), py::arg("sigma"))
       .def(
           "book",
           [](Fleet& fleet, std::int32_t instance, std::uint64_t request_id, double arrival_s,

@@ -57,13 +57,17 @@ Prompt prompt_of(const CandidateQuery& query, std::span<const Prompt> prompts) {
 // Of one instance, waiting for the snapshots that they lead up to.
 constexpr std::size_t max_journal_messages = 4096;
 
+void check_length_sigma(double sigma) {
+  if (!(sigma >= 0.0) || std::isinf(sigma))
+    throw std::invalid_argument("fleet: length_sigma must be finite and >= 0");
+}
+
 }  // namespace
 
 std::int32_t Fleet::add(const SchedulerConfig& config, const BatchTime& batch_time,
                         double length_sigma) {
   config.validate();
-  if (!(length_sigma >= 0.0) || std::isinf(length_sigma))
-    throw std::invalid_argument("fleet: length_sigma must be finite and >= 0");
+  check_length_sigma(length_sigma);
   auto instance = std::make_shared<Instance>();
   instance->batch_time = batch_time;
   instance->length_sigma = length_sigma;
@@ -129,6 +133,14 @@ void Fleet::calibrate(std::int32_t number, const BatchTime& batch_time) {
   const auto instance = at(number);
   const std::unique_lock lock(instance->mutex);
   instance->batch_time = batch_time;
+  if (instance->snapshot.header.sequence > 0) instance->restart();
+}
+
+void Fleet::set_length_sigma(std::int32_t number, double sigma) {
+  check_length_sigma(sigma);
+  const auto instance = at(number);
+  const std::unique_lock lock(instance->mutex);
+  instance->length_sigma = sigma;
   if (instance->snapshot.header.sequence > 0) instance->restart();
 }
 

@@ -81,7 +81,12 @@ class Engine:
         self._writer = SnapshotWriter(path, config)
         self._reader = SnapshotReader(path)
 
-    def publish(self, at_s: float, waiting: tuple[tuple[int, int], ...] = ()) -> bytes:
+    def publish(
+        self,
+        at_s: float,
+        waiting: tuple[tuple[int, int], ...] = (),
+        predicted_output_tokens: float = 0.0,
+    ) -> bytes:
         """``waiting``: request keys and prompt tokens. Returns the snapshot's bytes."""
         residents = np.zeros(len(waiting), dtype=resident_dtype)
         for resident, (key, prompt_tokens) in zip(residents, waiting, strict=True):
@@ -89,6 +94,7 @@ class Engine:
             resident["arrival_s"] = at_s
             resident["prompt_tokens"] = prompt_tokens
             resident["max_tokens"] = 100
+            resident["predicted_output_tokens"] = predicted_output_tokens
             resident["status"] = 1
         self._writer.publish(at_s, 1000, np.zeros(0, dtype=batch_dtype), residents)
         snapshot = self._reader.read()

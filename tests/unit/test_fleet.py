@@ -55,6 +55,18 @@ def ask(*instances: int, arrival_s: float = NOW_S) -> NDArray[Any]:
     return queries
 
 
+@pytest.mark.parametrize("sigma", [-0.1, math.nan, math.inf])
+def test_a_sigma_that_is_none_is_refused(sigma: float) -> None:
+    fleet = Fleet()
+    with pytest.raises(ValueError, match="length_sigma must be finite and >= 0"):
+        fleet.add(CONFIG, BATCH_TIME, sigma)
+    fleet.add(CONFIG, BATCH_TIME)
+    with pytest.raises(ValueError, match="length_sigma must be finite and >= 0"):
+        fleet.set_length_sigma(0, sigma)
+    with pytest.raises(IndexError):
+        fleet.set_length_sigma(1, 0.5)
+
+
 def test_one_engines_contradiction_leaves_the_others_alone(tmp_path: Path) -> None:
     fleet = Fleet()
     writers = []

@@ -341,6 +341,31 @@ def test_instances_come_go_and_are_recalibrated(
     assert left.instance_id == "small-0"
 
 
+def test_how_far_lengths_stray_is_learnt_of_instances_there_and_to_come(
+    router: Router, pool: PoolSettings, engine: Start, query: Ask
+) -> None:
+    one, another = (spec(pool, "small", number) for number in (0, 1))
+    seats = tuple((key, 100) for key in range(1, one.scheduler.max_num_seqs + 1))
+
+    def serve(instance: InstanceSpec) -> None:
+        full = engine(instance.scheduler)
+        full.publish(NOW_S, seats, predicted_output_tokens=30)
+        router.add_instance(instance, full.path)
+
+    def ttft_s() -> list[float]:
+        return [one.ttft_s for one in router.route(query(), dry_run=True).candidates]
+
+    serve(one)
+    (believed,) = ttft_s()
+    router.observe_length_sigma("small", 0.51)  # hardly another than the prior's
+    router.observe_length_sigma("large", 1.5)
+    assert ttft_s() == [believed]
+    router.observe_length_sigma("small", 1.5)
+    serve(another)
+    stray = ttft_s()
+    assert stray[0] == stray[1] < 0.9 * believed  # the first of all to end does so sooner
+
+
 def test_a_model_may_be_repriced(
     router: Router, pool: PoolSettings, engines: dict[str, Any], query: Ask
 ) -> None:

@@ -65,6 +65,8 @@ class Fleet {
   // Plain stepping is there to be compared with.
   explicit Fleet(Stepping stepping = Stepping::grouped) : stepping_(stepping) {}
 
+  // `length_sigma`: how far answers stray from their predicted lengths, as likely_output_tokens
+  // takes it.
   std::int32_t add(const SchedulerConfig& config, const BatchTime& batch_time, double length_sigma);
   void remove(std::int32_t instance);
 
@@ -78,6 +80,7 @@ class Fleet {
   // need none.
   bool update_journal(std::int32_t instance, KvJournalMessage message);
   void calibrate(std::int32_t instance, const BatchTime& batch_time);
+  void set_length_sigma(std::int32_t instance, double sigma);
 
   // A dispatched request counts as waiting there until a snapshot names it.
   void book(std::int32_t instance, const Arrival& arrival, Prompt prompt = {});

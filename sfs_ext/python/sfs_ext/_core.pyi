@@ -377,6 +377,7 @@ class Fleet:
         """False if a message before it is missing; ValueError if it is not a journal message."""
 
     def calibrate(self, instance: int, batch_time: BatchTime) -> None: ...
+    def set_length_sigma(self, instance: int, sigma: float) -> None: ...
     def book(
         self,
         instance: int,

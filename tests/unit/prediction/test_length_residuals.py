@@ -82,6 +82,33 @@ class TestCorrection:
         assert residuals.drift.bias == -1.0
 
 
+class TestSigma:
+    def test_before_anything_has_finished(self) -> None:
+        assert after().sigma(0.6) == pytest.approx(0.6)
+
+    def test_it_is_of_logs_and_of_what_varies(self) -> None:
+        doubled, tenfold = (forecast(100), 200), (forecast(100), 1000)
+        assert after(doubled, doubled).sigma(0.0) == 0.0
+        # Logs of 2 and 10: their squared distances from the mean, over them and the belief.
+        squares = 2 * (math.log(5) / 2) ** 2
+        assert after(doubled, tenfold).sigma(0.6) == pytest.approx(
+            math.sqrt((squares + PRIOR_REQUESTS * 0.36) / (PRIOR_REQUESTS + 2))
+        )
+
+    def test_many_outweigh_the_belief_and_the_oldest_are_forgotten(self) -> None:
+        random = np.random.default_rng(1)
+        wild = [(forecast(100), 1)] * 10
+        lengths = np.ceil(1000 * random.lognormal(0.0, 0.9, WINDOW))
+        residuals = after(*wild, *[(forecast(500), int(length)) for length in lengths])
+        squares = WINDOW * np.log(lengths / 500).var() + PRIOR_REQUESTS * 0.3**2
+        assert residuals.sigma(0.3) == pytest.approx(math.sqrt(squares / (WINDOW + PRIOR_REQUESTS)))
+
+    def test_nothing_said_at_all_counts_as_one_token(self) -> None:
+        assert after((forecast(100), 0), (forecast(100), 100)).sigma(0.0) == pytest.approx(
+            math.sqrt(2 * (math.log(100) / 2) ** 2 / (PRIOR_REQUESTS + 2))
+        )
+
+
 class TestLimits:
     def test_a_request_counts_where_its_limit_leaves_room_for_a_long_answer(self) -> None:
         assert after((forecast(100, max_tokens=201), 201)).drift.requests == 1
