@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import RayServeException, ReplicaUnavailableError
@@ -26,6 +26,7 @@ from app.identity import new_decision_id, request_key
 from app.prediction import PriorPredictor
 from app.prediction.features import FEATURE_VERSION, prompt_features
 from app.prediction.online import OnlinePredictor
+from app.prediction.source import PredictorFile
 from app.records import DecisionRecord, RecordWriter
 from app.router import NoCandidate, Router
 from app.tokenizer import Tokenizers
@@ -46,9 +47,6 @@ from deployments.metrics import RouterMetrics
 from deployments.openai_protocol import ApiError, Generation, parse
 from deployments.snapshots import SnapshotFeed
 from deployments.upkeep import raise_if_ended
-
-if TYPE_CHECKING:
-    from app.prediction.source import PredictorFile
 
 logger = logging.getLogger("ray.serve")
 
@@ -113,9 +111,6 @@ class QueryRouter:
             asyncio.create_task(self._follow_fleet(), name="following the fleet"),
         ]
         if settings.router.predictor is not None:
-            # LightGBM, and the OpenMP runtime that it brings, only where it is needed.
-            from app.prediction.source import PredictorFile
-
             self._metrics.predictor(0.0)
             file = PredictorFile(settings, settings.router.predictor)
             following = asyncio.create_task(

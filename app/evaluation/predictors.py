@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 
 from app.markdown import table
 from app.prediction.examples import Example
-from app.prediction.learned import Learned, Length, ModelCard, Options, Said, learn
+from app.prediction.figures import Figure, Validation
+from app.prediction.fitting import Options, learn
+from app.prediction.learned import Learned, Length, ModelCard, Said
 from app.prediction.projection import Projection
 from app.prediction.quality import QualityCalibration
 from app.prediction.report import figures
 from app.prediction.validation import (
-    Figure,
     Held,
     Predict,
     Teach,
-    Validation,
     cross_validate,
     learned,
     validate,

@@ -1,6 +1,6 @@
 """A trained predictor as one file: JSON, versioned, with the hash of what it was trained on.
 
-Boosters are kept in LightGBM's own text form, so the file is read by any LightGBM and by eyes.
+Trees are kept as the core's arrays: it checks all that it is given, as LightGBM does not.
 """
 
 from __future__ import annotations
@@ -11,29 +11,35 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import lightgbm
 import numpy as np
+from numpy import typing as npt
 from numpy.typing import NDArray
 from pydantic import (
     BaseModel,
     ConfigDict,
-    NonNegativeInt,
+    Field,
+    NonNegativeFloat,
     PositiveFloat,
-    PositiveInt,
     ValidationError,
     model_validator,
 )
 
 from app.config import TokenizerSettings
-from app.prediction.features import DESCRIPTION, FEATURE_VERSION, HASH_BUCKETS
+from app.prediction.features import FEATURE_VERSION, HASH_BUCKETS
+from app.prediction.figures import Validation
+from app.prediction.forest import Trees
 from app.prediction.learned import QUANTILES, Learned, ModelCard
 from app.prediction.projection import Projection
 from app.prediction.quality import QualityCalibration
-from app.prediction.validation import Validation
+from sfs_ext import forest_node_dtype
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+
+Count = Annotated[int, Field(ge=0, le=2**53)]
+UnixTime = Annotated[float, Field(ge=0.0, lt=253_402_300_800.0)]
+"""Before the year 10000, as dates are."""
 
 
 class ArtifactError(ValueError):
@@ -47,16 +53,31 @@ class _Strict(BaseModel):
 class Card(_Strict):
     name: str
     parameters_billions: PositiveFloat | None
-    context_tokens: PositiveInt
-    length_examples: NonNegativeInt
-    quality_examples: NonNegativeInt
+    context_tokens: Annotated[Count, Field(gt=0)]
+    length_examples: Count
+    quality_examples: Count
 
 
-class Calibration(_Strict):
-    mean_score: tuple[float, ...]
-    mean_prediction: tuple[float, ...]
-    common: float
-    own: float
+class StoredForest(_Strict):
+    """``Trees``; each array little endian, base64."""
+
+    nodes: str
+    roots: str
+    output_trees: str
+    category_words: str
+
+    @classmethod
+    def of(cls, trees: Trees) -> StoredForest:
+        return cls(**{name: encoded(getattr(trees, name)) for name in cls.model_fields})
+
+    def trees(self) -> Trees:
+        """ValueError, naming the field, for what is no array of its type."""
+        return Trees(
+            nodes=_decoded(self.nodes, "forest.nodes", forest_node_dtype),
+            roots=_decoded(self.roots, "forest.roots", np.int32),
+            output_trees=_decoded(self.output_trees, "forest.output_trees", np.int32),
+            category_words=_decoded(self.category_words, "forest.category_words", np.uint32),
+        )
 
 
 class Artifact(_Strict):
@@ -64,39 +85,33 @@ class Artifact(_Strict):
     feature_version: int
     tokenizer: TokenizerSettings
     """Whose token ids the features are of."""
-    trained_s: float
-    """Unix time."""
+    trained_s: UnixTime
     data_sha256: str
-    prompts: int
+    prompts: Count
     cards: tuple[Card, ...]
     pca_mean: str
     pca_components: str
     """float64, little endian, base64."""
-    quality_booster: str | None
-    quality_calibration: Calibration | None
-    length_boosters: tuple[str, ...]
+    forest: StoredForest
+    quality_calibration: QualityCalibration | None
+    length_factors: tuple[NonNegativeFloat, ...]
     """Of the mean, then of the quantiles 0.1, 0.5 and 0.9."""
-    length_factors: tuple[float, ...]
+    gain_shares: dict[str, dict[str, float]]
+    """Of what is predicted, by column: what boosters went by."""
     validation: Validation | None
     """None where there were too few prompts to hold any back."""
 
     @model_validator(mode="after")
     def _whole(self) -> Artifact:
-        if self.format_version != FORMAT_VERSION:
-            raise ValueError(f"format version {self.format_version}; this reads {FORMAT_VERSION}")
         if self.feature_version != FEATURE_VERSION:
             raise ValueError(
                 f"features of version {self.feature_version}; this computes version "
                 f"{FEATURE_VERSION}: train it again"
             )
-        if (self.quality_booster is None) != (self.quality_calibration is None):
-            raise ValueError("quality_booster and quality_calibration go together")
-        if len(self.length_boosters) not in (0, 1 + len(QUANTILES)):
-            raise ValueError(f"length_boosters must be {1 + len(QUANTILES)} or none")
-        if self.quality_booster is None and not self.length_boosters:
-            raise ValueError("it holds no booster")
-        if len(self.length_factors) != len(self.length_boosters):
-            raise ValueError("length_factors must be as many as length_boosters")
+        if len(self.length_factors) not in (0, 1 + len(QUANTILES)):
+            raise ValueError(f"length_factors must be {1 + len(QUANTILES)} or none")
+        if self.quality_calibration is None and not self.length_factors:
+            raise ValueError("it predicts neither quality nor length")
         if not self.cards:
             raise ValueError("cards must name at least one model")
         for name in ("mean_score", "mean_prediction"):
@@ -106,27 +121,23 @@ class Artifact(_Strict):
         return self
 
     def learned(self) -> Learned:
-        """ValueError for boosters or arrays that do not fit."""
-        mean = _decoded(self.pca_mean, "pca_mean", (HASH_BUCKETS,))
-        components = _decoded(self.pca_components, "pca_components", (-1, HASH_BUCKETS))
-        calibration = self.quality_calibration
+        """ValueError for arrays that do not fit, or are not sound."""
+        mean = _decoded(self.pca_mean, "pca_mean", np.float64, (HASH_BUCKETS,))
+        components = _decoded(self.pca_components, "pca_components", np.float64, (-1, HASH_BUCKETS))
+        for name, array in (("pca_mean", mean), ("pca_components", components)):
+            if not np.isfinite(array).all():
+                raise ValueError(f"{name} must be finite")
         learned = Learned(
             projection=Projection(mean, components),
             cards=tuple(
                 ModelCard(card.name, card.parameters_billions, card.context_tokens)
                 for card in self.cards
             ),
-            quality=booster_of(self.quality_booster) if self.quality_booster is not None else None,
-            calibration=QualityCalibration(**calibration.model_dump()) if calibration else None,
-            lengths=tuple(map(booster_of, self.length_boosters)),
+            trees=self.forest.trees(),
+            calibration=self.quality_calibration,
             length_factors=self.length_factors,
         )
-        columns = len(components) + len(DESCRIPTION) + 3
-        for forest in learned.forests:
-            if forest.features != columns:
-                raise ValueError(
-                    f"a booster of {forest.features} features; there are {columns} columns"
-                )
+        _ = learned.ensemble  # what the core refuses, it refuses here
         return learned
 
 
@@ -160,32 +171,32 @@ def load(path: str | Path) -> Artifact:
         raise ArtifactError(f"{path}: no predictor: {_first(error)}") from error
     if found != file.sha256:
         raise ArtifactError(f"{path}: corrupt: its checksum is not that of its content")
+    if (version := file.predictor.get("format_version")) != FORMAT_VERSION:
+        raise ArtifactError(
+            f"{path}: format version {version}; this reads {FORMAT_VERSION}: train it again"
+        )
     try:
         return Artifact.model_validate(file.predictor)
     except ValidationError as error:
         raise ArtifactError(f"{path}: {_first(error)}") from error
 
 
-def encoded(array: NDArray[np.float64]) -> str:
-    return base64.b64encode(np.ascontiguousarray(array, "<f8").tobytes()).decode()
+def encoded(array: NDArray[Any]) -> str:
+    """Little endian, base64."""
+    little = array.astype(array.dtype.newbyteorder("<"))
+    return base64.b64encode(little.tobytes()).decode()
 
 
-def _decoded(text: str, name: str, shape: tuple[int, ...]) -> NDArray[np.float64]:
+def _decoded(
+    text: str, name: str, dtype: npt.DTypeLike, shape: tuple[int, ...] = (-1,)
+) -> NDArray[Any]:
+    native = np.dtype(dtype)
     try:
-        array = np.frombuffer(base64.b64decode(text, validate=True), "<f8").reshape(shape)
+        data = base64.b64decode(text, validate=True)
+        array = np.frombuffer(data, native.newbyteorder("<")).reshape(shape)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    if not np.isfinite(array).all():
-        raise ValueError(f"{name} must be finite")
-    return array
-
-
-def booster_of(text: str) -> lightgbm.Booster:
-    """ValueError for what is none."""
-    try:
-        return lightgbm.Booster(model_str=text)
-    except lightgbm.basic.LightGBMError as error:
-        raise ValueError(f"no booster: {error}") from error
+    return array.astype(native)
 
 
 def _sha256(predictor: Mapping[str, Any]) -> str:

@@ -74,6 +74,7 @@ def inspect_predictor(
     """Show a predictor: its data, its errors by model, task and length, and what it looks at."""
     try:
         artifact = artifacts.load(predictor)
+        artifact.learned()  # what a pool would refuse is not shown as if it were sound
         text = report.whole(artifact)
         if plot is not None:
             report.draw(artifact, plot)

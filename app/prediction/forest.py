@@ -1,17 +1,19 @@
-"""LightGBM's boosters as forests of the core.
+"""LightGBM's boosters as a forest of the core.
 
 A decision asks several boosters about a handful of rows. ``Booster.predict`` spends about a hundred
-microseconds on each call, and milliseconds where its threads find the cores busy; forests answer
-one call for all boosters and rows together.
+microseconds on each call, and milliseconds where its threads find the cores busy; a forest answers
+one call for all boosters and rows together, and needs no LightGBM.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sfs_ext import Forest, ForestMissing, ForestNodeKind, forest_node_dtype
 
@@ -29,19 +31,36 @@ MISSING = {"None": ForestMissing.NONE, "Zero": ForestMissing.ZERO, "NaN": Forest
 UNKNOWN: Node = (0.0, 0, 0, 0, 0, 0, -1, 0, False)
 
 
-def forest_of(booster: Booster) -> Forest:
-    """Predicts what ``booster.predict`` does of a float64 array: categories are the numbers that
-    the booster was trained on, not values of a data frame. Up to the best iteration, if early
-    stopping has found one.
+@dataclass(frozen=True, eq=False)
+class Trees:
+    """What a forest is made of, as arrays that can be kept."""
 
-    ValueError for what a sum of constant leaves cannot say: several classes, averaged or linear
-    trees, an objective that transforms its sum; and for trees of more than 64 leaves."""
-    model = booster.dump_model()
-    check_supported(model)
-    trees = _Trees()
-    for tree in model["tree_info"]:
-        trees.add(tree)
-    return trees.forest(model["max_feature_idx"] + 1)
+    nodes: NDArray[np.void]
+    """forest_node_dtype"""
+    roots: NDArray[np.int32]
+    output_trees: NDArray[np.int32]
+    category_words: NDArray[np.uint32]
+
+    @classmethod
+    def of(cls, boosters: Sequence[Booster]) -> Trees:
+        """An output for each, which is what ``booster.predict`` says of a float64 array:
+        categories are the numbers that the booster was trained on, not values of a data frame. Up
+        to the best iteration, if early stopping has found one.
+
+        ValueError for what a sum of constant leaves cannot say: several classes, averaged or
+        linear trees, an objective that transforms its sum."""
+        trees, counts = _Trees(), []
+        for booster in boosters:
+            model = booster.dump_model()
+            check_supported(model)
+            for tree in model["tree_info"]:
+                trees.add(tree)
+            counts.append(len(model["tree_info"]))
+        return trees.arrays(counts)
+
+    def forest(self, features: int) -> Forest:
+        """ValueError for arrays that are none, and for trees of more than 64 leaves."""
+        return Forest(self.nodes, self.roots, features, self.output_trees, self.category_words)
 
 
 def check_supported(model: Json) -> None:
@@ -59,7 +78,7 @@ class _Trees:
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.roots: list[int] = []
-        self.words: list[np.ndarray[Any, np.dtype[np.uint32]]] = []
+        self.words: list[NDArray[np.uint32]] = []
         self.word_count = 0
 
     def add(self, tree: Json) -> None:
@@ -92,10 +111,11 @@ class _Trees:
         kind = ForestNodeKind.CATEGORICAL
         return (0.0, left, right, feature, first, count, kind, missing, default_left)
 
-    def forest(self, features: int) -> Forest:
-        nodes = np.array(self.nodes, forest_node_dtype)
+    def arrays(self, output_trees: Sequence[int]) -> Trees:
+        nodes = np.zeros(len(self.nodes), forest_node_dtype)  # so are the gaps between its fields
+        nodes[:] = self.nodes
         words = np.concatenate(self.words) if self.words else np.zeros(0, np.uint32)
-        return Forest(nodes, np.array(self.roots, np.int32), features, words)
+        return Trees(nodes, np.array(self.roots, np.int32), np.array(output_trees, np.int32), words)
 
 
 def leaf(node: Json, tree: int) -> Node:
@@ -110,7 +130,7 @@ def threshold_of(node: Json) -> float:
     return math.copysign(math.inf, threshold) if abs(threshold) >= 1e300 else threshold
 
 
-def words_of(categories: Iterable[int]) -> np.ndarray[Any, np.dtype[np.uint32]]:
+def words_of(categories: Iterable[int]) -> NDArray[np.uint32]:
     """A bit for each, in as few words as there must be."""
     bits = 0
     for category in categories:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from app.prediction.features import DESCRIPTION, HASH_BUCKETS
 from app.types import PromptFeatures
+from sfs_ext import Projection as CoreProjection
 
 COMPONENTS = 16
 
@@ -38,10 +40,14 @@ class Projection:
     def width(self) -> int:
         return len(self.components) + len(DESCRIPTION)
 
+    @cached_property
+    def core(self) -> CoreProjection:
+        """ValueError for arrays of other shapes."""
+        return CoreProjection(self.mean, self.components)
+
     def row(self, prompt: PromptFeatures) -> NDArray[np.float64]:
         """(width,)"""
-        projected = self.components @ (prompt.hashed - self.mean)
-        return np.concatenate((projected, prompt.description))
+        return self.core.row(prompt.buckets, prompt.description)
 
 
 def _signs(axes: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -11,21 +11,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+from sfs_ext import QualityCalibration as CoreCalibration
 
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class QualityCalibration:
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class QualityCalibration(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
     mean_score: tuple[float, ...]
     mean_prediction: tuple[float, ...]
     """By model."""
-    common: float
-    own: float
-    """Shares that are believed, in [0, 1]."""
+    common: Share
+    own: Share
+    """How much is believed."""
 
     @classmethod
     def fit(
@@ -48,14 +56,13 @@ class QualityCalibration:
             own=_held(prediction.own, score.own, prompts),
         )
 
+    def core(self) -> CoreCalibration:
+        """ValueError for means of unequally many models."""
+        return CoreCalibration(self.mean_score, self.mean_prediction, self.common, self.own)
+
     def apply(self, predictions: Sequence[float]) -> list[float]:
         """Of one prompt, by model, to the same in [0, 1]."""
-        left = [said - mean for said, mean in zip(predictions, self.mean_prediction, strict=True)]
-        common = sum(left) / len(left)
-        return [
-            min(1.0, max(0.0, mean + self.common * common + self.own * (one - common)))
-            for mean, one in zip(self.mean_score, left, strict=True)
-        ]
+        return self.core().apply(predictions)
 
 
 def _held(predicted: Floats, observed: Floats, prompts: NDArray[np.int64]) -> float:

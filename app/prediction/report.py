@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from app.markdown import table
-from app.prediction.artifact import Artifact, booster_of
-from app.prediction.validation import Accuracy, Figure, ModelFigures, RoutingFigures, Validation
+from app.prediction.artifact import Artifact
+from app.prediction.figures import Accuracy, Figure, ModelFigures, RoutingFigures, Validation
 
 MOST_IMPORTANT = 12
 
@@ -31,7 +31,6 @@ def figures(validation: Validation) -> str:
 
 
 def whole(artifact: Artifact) -> str:
-    """ValueError where a booster cannot be read."""
     trained = datetime.fromtimestamp(artifact.trained_s, UTC).isoformat(timespec="seconds")
     calibration = artifact.quality_calibration
     parts = [
@@ -132,19 +131,9 @@ def _routing(routing: RoutingFigures) -> list[str]:
 
 def _importances(artifact: Artifact) -> list[str]:
     parts: list[str] = []
-    boosters = {
-        "quality": artifact.quality_booster,
-        "output length": artifact.length_boosters[0] if artifact.length_boosters else None,
-    }
-    for name, text in boosters.items():
-        if text is None:
-            continue
-        booster = booster_of(text)
-        gains = booster.feature_importance("gain")
-        ordered = sorted(zip(booster.feature_name(), gains, strict=True), key=lambda x: -x[1])
-        rows = (
-            (n, f"{gain / max(gains.sum(), 1e-12):.1%}") for n, gain in ordered[:MOST_IMPORTANT]
-        )
+    for name, shares in artifact.gain_shares.items():
+        ordered = sorted(shares.items(), key=lambda share: -share[1])[:MOST_IMPORTANT]
+        rows = ((column, f"{share:.1%}") for column, share in ordered)
         parts += ["", *table((f"what {name} goes by", "share of the gain"), rows)]
     return parts
 

@@ -26,8 +26,8 @@ class _Model:
 
 class TrainedPredictor:
     def __init__(self, artifact: Artifact, settings: PoolSettings) -> None:
-        """ArtifactError where the pool's features are of another tokenizer, or a booster or an
-        array cannot be read."""
+        """ArtifactError where the pool's features are of another tokenizer, or an array
+        is not sound."""
         name = settings.feature_tokenizer
         if (here := settings.tokenizers[name]) != artifact.tokenizer:
             raise ArtifactError(

@@ -13,6 +13,7 @@
 #include <system_error>
 
 #include "arrays.h"
+#include "ensemble.h"
 #include "forest.h"
 #include "kv_observer.h"
 #include "sfs/block_keys.h"
@@ -595,5 +596,6 @@ PYBIND11_MODULE(_core, m) {
   bind_engine(m);
   bind_virtual_engine(m);
   bind_forest(m);
+  bind_ensemble(m);
   bind_replay(m);
 }

@@ -86,41 +86,32 @@ struct Forest::Split {
   }
 };
 
-// At most max_rows of them.
-struct Forest::Rows {
-  const double* values;
-  std::size_t count, features;
-  std::vector<char> differ;  // of each feature
-
-  double value(std::size_t row, std::size_t feature) const {
-    return values[row * features + feature];
-  }
-
-  void compare() {
-    for (std::size_t feature = 0; feature < features; ++feature) {
-      const auto bits = [&](std::size_t row) {
-        return std::bit_cast<std::uint64_t>(value(row, feature));
-      };
-      std::uint64_t different = 0;
-      for (std::size_t row = 1; row < count; ++row) different |= bits(row) ^ bits(0);
-      differ[feature] = different != 0;
-    }
-  }
-};
-
 Forest::Forest(std::int32_t features, std::span<const ForestNode> nodes,
-               std::span<const std::int32_t> roots, std::span<const std::uint32_t> category_words)
+               std::span<const std::int32_t> roots, std::span<const std::int32_t> output_trees,
+               std::span<const std::uint32_t> category_words)
     : features_(static_cast<std::size_t>(features)),
       words_(category_words.begin(), category_words.end()) {
   if (features < 1)
     throw std::invalid_argument("forest: features must be positive, not " +
                                 std::to_string(features));
+  std::size_t behind = 0;
+  for (const std::int32_t trees : output_trees) {
+    if (trees < 0 || static_cast<std::size_t>(trees) > roots.size() - behind)
+      throw std::invalid_argument("forest: output " + std::to_string(trees_behind_.size()) +
+                                  " of " + std::to_string(trees) + " trees; " +
+                                  std::to_string(roots.size() - behind) + " are left");
+    behind += static_cast<std::size_t>(trees);
+    trees_behind_.push_back(behind);
+  }
+  if (behind != roots.size())
+    throw std::invalid_argument("forest: no output has the last " +
+                                std::to_string(roots.size() - behind) + " trees");
   // Reached twice, a node would be copied twice, and so for its children.
   std::vector<bool> reached(nodes.size());
   std::vector<Split> splits;
   for (std::size_t tree = 0; tree < roots.size(); ++tree) {
     check_tree(tree, nodes, roots[tree], reached);
-    first_leaves_.push_back(static_cast<std::uint32_t>(outputs_.size()));
+    first_leaves_.push_back(static_cast<std::uint32_t>(leaves_.size()));
     add_node(nodes, roots[tree], 0, splits);
     const std::size_t trees = tree % trees_per_block + 1;
     if (trees == trees_per_block || tree + 1 == roots.size())
@@ -157,7 +148,7 @@ std::uint32_t Forest::add_node(std::span<const ForestNode> nodes, std::int32_t n
                                std::uint32_t first_leaf, std::vector<Split>& splits) {
   const ForestNode& node = nodes[static_cast<std::size_t>(number)];
   if (node.kind == ForestNodeKind::leaf) {
-    outputs_.push_back(node.value);
+    leaves_.push_back(node.value);
     return first_leaf + 1;
   }
   const std::uint32_t middle = add_node(nodes, node.left, first_leaf, splits);
@@ -243,70 +234,71 @@ inline void Forest::cut(const Column& column, double value, std::uint64_t* leave
 }
 
 // Between two decisions the caches forget; these are on their way while splits are compared.
-inline void Forest::prefetch_outputs(const Block& block) const {
-  constexpr std::size_t outputs_per_line = 64 / sizeof(double);
+inline void Forest::prefetch_leaves(const Block& block) const {
+  constexpr std::size_t leaves_per_line = 64 / sizeof(double);
   const std::size_t behind = block.first_tree + block.trees;
-  const std::size_t end = behind < first_leaves_.size() ? first_leaves_[behind] : outputs_.size();
-  for (std::size_t i = first_leaves_[block.first_tree]; i < end; i += outputs_per_line)
-    __builtin_prefetch(&outputs_[i]);
+  const std::size_t end = behind < first_leaves_.size() ? first_leaves_[behind] : leaves_.size();
+  for (std::size_t i = first_leaves_[block.first_tree]; i < end; i += leaves_per_line)
+    __builtin_prefetch(&leaves_[i]);
 }
 
-void Forest::add(const Block& block, const Rows& rows, double* sums, std::size_t stride) const {
+void Forest::add(const Block& block, std::span<const double> rows, std::span<const char> differ,
+                 double* predictions) const {
   using Leaves = std::array<std::uint64_t, trees_per_block>;
-  constexpr std::uint64_t all = ~std::uint64_t{0};
-  prefetch_outputs(block);
+  prefetch_leaves(block);
+  const auto columns = std::span(columns_).subspan(block.first_column, block.columns);
   Leaves shared;  // by what the rows agree on
-  std::array<Leaves, max_rows> own;
-  std::fill_n(shared.begin(), block.trees, all);
-  for (std::size_t row = 0; row < rows.count; ++row)
-    std::fill_n(own[row].begin(), block.trees, all);
+  std::fill_n(shared.begin(), block.trees, ~std::uint64_t{0});
+  for (const Column& column : columns)
+    if (differ[column.feature] == 0) cut(column, rows[column.feature], shared.data());
 
-  for (const Column& column : std::span(columns_).subspan(block.first_column, block.columns)) {
-    if (rows.differ[column.feature] == 0)
-      cut(column, rows.value(0, column.feature), shared.data());
-    else
-      for (std::size_t row = 0; row < rows.count; ++row)
-        cut(column, rows.value(row, column.feature), own[row].data());
-  }
+  for (; !rows.empty(); rows = rows.subspan(features_), predictions += outputs()) {
+    Leaves own;
+    std::copy_n(shared.begin(), block.trees, own.begin());
+    for (const Column& column : columns)
+      if (differ[column.feature] != 0) cut(column, rows[column.feature], own.data());
 
-  const std::uint32_t* const first_leaves = first_leaves_.data() + block.first_tree;
-  for (std::size_t row = 0; row < rows.count; ++row) {
-    // One by one, as LightGBM does: equal to the last bit.
-    double sum = sums[row * stride];
-    for (std::size_t tree = 0; tree < block.trees; ++tree) {
-      const int leaf = std::countr_zero(shared[tree] & own[row][tree]);
-      sum += outputs_[first_leaves[tree] + static_cast<std::uint32_t>(leaf)];
+    std::size_t tree = 0;
+    for (std::size_t output = 0; output < outputs(); ++output) {
+      // One by one, as LightGBM does: equal to the last bit.
+      double sum = predictions[output];
+      for (; tree < block.trees && block.first_tree + tree < trees_behind_[output]; ++tree)
+        sum += leaves_[first_leaves_[block.first_tree + tree] +
+                       static_cast<std::uint32_t>(std::countr_zero(own[tree]))];
+      predictions[output] = sum;
     }
-    sums[row * stride] = sum;
   }
 }
 
-void Forest::evaluate(std::span<const Forest* const> forests, std::span<const double> rows,
-                      std::span<double> predictions) {
-  if (forests.empty()) throw std::invalid_argument("forest: none to evaluate");
-  const std::size_t features = forests.front()->features_;
-  for (std::size_t i = 1; i < forests.size(); ++i)
-    if (forests[i]->features_ != features)
-      throw std::invalid_argument("forest: the forests at places 0 and " + std::to_string(i) +
-                                  " take " + std::to_string(features) + " and " +
-                                  std::to_string(forests[i]->features_) + " features");
-  const std::size_t count = rows.size() / features;
-  if (rows.size() != count * features || predictions.size() != count * forests.size())
-    throw std::invalid_argument("forest: " + std::to_string(rows.size()) + " values in rows of " +
-                                std::to_string(features) + " do not make " +
-                                std::to_string(predictions.size()) + " predictions of " +
-                                std::to_string(forests.size()) + " forests");
-
-  std::fill(predictions.begin(), predictions.end(), 0.0);
-  Rows some{nullptr, 0, features, std::vector<char>(features)};
-  for (std::size_t first = 0; first < count; first += max_rows) {
-    some.values = rows.data() + first * features;
-    some.count = std::min(max_rows, count - first);
-    some.compare();
-    for (std::size_t i = 0; i < forests.size(); ++i)
-      for (const Block& block : forests[i]->blocks_)
-        forests[i]->add(block, some, &predictions[first * forests.size() + i], forests.size());
+double Forest::largest(std::size_t output) const {
+  double sum = 0.0;
+  for (std::size_t tree = output == 0 ? 0 : trees_behind_[output - 1]; tree < trees_behind_[output];
+       ++tree) {
+    const auto first = leaves_.begin() + first_leaves_[tree];
+    const auto end =
+        tree + 1 < first_leaves_.size() ? leaves_.begin() + first_leaves_[tree + 1] : leaves_.end();
+    sum += std::abs(*std::max_element(
+        first, end, [](double one, double other) { return std::abs(one) < std::abs(other); }));
   }
+  return sum;
+}
+
+void Forest::evaluate(std::span<const double> rows, std::span<double> predictions) const {
+  const std::size_t count = rows.size() / features_;
+  if (rows.size() != count * features_ || predictions.size() != count * outputs())
+    throw std::invalid_argument("forest: " + std::to_string(rows.size()) + " values in rows of " +
+                                std::to_string(features_) + " do not make " +
+                                std::to_string(predictions.size()) + " predictions of " +
+                                std::to_string(outputs()) + " outputs");
+  std::vector<char> differ(features_);
+  for (std::size_t i = features_; i < rows.size(); ++i) {
+    const std::size_t feature = i % features_;
+    const auto bits = [&](std::size_t place) { return std::bit_cast<std::uint64_t>(rows[place]); };
+    if (bits(i) != bits(feature)) differ[feature] = 1;
+  }
+  if (rows.empty()) return;
+  std::fill(predictions.begin(), predictions.end(), 0.0);
+  for (const Block& block : blocks_) add(block, rows, differ, predictions.data());
 }
 
 }  // namespace sfs

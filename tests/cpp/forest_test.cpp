@@ -1,6 +1,7 @@
 // Forests against a plain walk of the nodes as given, and arrays that are none.
 #include "sfs/forest.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -24,8 +25,12 @@ struct Arrays {
   std::vector<ForestNode> nodes;
   std::vector<std::int32_t> roots;
   std::vector<std::uint32_t> words;
+  std::vector<std::int32_t> output_trees;  // none: all make one output
 
-  Forest forest() const { return Forest(features, nodes, roots, words); }
+  Forest forest() const {
+    const std::vector<std::int32_t> all{static_cast<std::int32_t>(roots.size())};
+    return Forest(features, nodes, roots, output_trees.empty() ? all : output_trees, words);
+  }
 };
 
 ForestNode leaf(double output) {
@@ -136,34 +141,34 @@ void agree(std::vector<double>& rows, int features, int feature) {
 
 void random_forests_agree_with_walks(Dice& dice) {
   const int features = dice.from(1, 5);
-  std::vector<Arrays> arrays;
-  std::vector<Forest> forests;
-  for (int i = dice.from(1, 3); i > 0; --i) {
-    arrays.push_back(random_arrays(dice, features));
-    forests.push_back(arrays.back().forest());
+  Arrays arrays = random_arrays(dice, features);
+  for (int left = static_cast<int>(arrays.roots.size()); left > 0;) {
+    arrays.output_trees.push_back(dice.from(0, left));
+    left -= arrays.output_trees.back();
   }
-  std::vector<const Forest*> all;
-  for (const Forest& forest : forests) all.push_back(&forest);
+  const Forest forest = arrays.forest();
   std::vector<double> rows(static_cast<std::size_t>(features * dice.from(0, 20)));
   for (double& value : rows) value = dice.from(0, 5) == 0 ? nan : some_value(dice);
   for (int feature = 0; feature < features; ++feature)
     if (dice.coin()) agree(rows, features, feature);
   const std::size_t count = rows.size() / static_cast<std::size_t>(features);
-  std::vector<double> predictions(count * all.size(), nan);
-  Forest::evaluate(all, rows, predictions);
-  for (std::size_t row = 0; row < count; ++row)
-    for (std::size_t i = 0; i < all.size(); ++i) {
+  std::vector<double> predictions(count * forest.outputs(), nan);
+  forest.evaluate(rows, predictions);
+  for (std::size_t row = 0; row < count; ++row) {
+    auto root = arrays.roots.begin();
+    for (std::size_t output = 0; output < forest.outputs(); ++output) {
       double sum = 0.0;
-      for (const std::int32_t root : arrays[i].roots)
-        sum += walked(arrays[i], root, rows.data() + row * static_cast<std::size_t>(features));
-      CHECK(predictions[row * all.size() + i] == sum);
+      for (int i = arrays.output_trees.empty() ? 0 : arrays.output_trees[output]; i > 0; --i)
+        sum += walked(arrays, *root++, rows.data() + row * static_cast<std::size_t>(features));
+      CHECK(predictions[row * forest.outputs() + output] == sum);
+      CHECK(std::abs(sum) <= forest.largest(output));
     }
+  }
 }
 
 double prediction(const Forest& forest, double value) {
   double predicted = nan;
-  const Forest* const one = &forest;
-  Forest::evaluate({&one, 1}, {&value, 1}, {&predicted, 1});
+  forest.evaluate({&value, 1}, {&predicted, 1});
   return predicted;
 }
 
@@ -199,15 +204,16 @@ void trees_are_as_many_as_they_are() {
   Arrays arrays;
   arrays.features = 3;
   arrays.words = {5, 6, 7};
-  while (arrays.roots.size() < 700) add_tree(dice, arrays, dice.from(0, 4));
+  while (arrays.roots.size() < 2500) add_tree(dice, arrays, dice.from(0, 4));
+  arrays.output_trees = {1000, 0, 1500};
   const Forest forest = arrays.forest();
-  const Forest* const one = &forest;
   for (int i = 0; i < 100; ++i) {
     const double row[] = {some_value(dice), some_value(dice), some_value(dice)};
-    double predicted = nan, sum = 0.0;
-    Forest::evaluate({&one, 1}, row, {&predicted, 1});
-    for (const std::int32_t root : arrays.roots) sum += walked(arrays, root, row);
-    CHECK(predicted == sum);
+    double predicted[] = {nan, nan, nan}, sums[] = {0.0, 0.0, 0.0};
+    forest.evaluate(row, predicted);
+    for (std::size_t tree = 0; tree < arrays.roots.size(); ++tree)
+      sums[tree < 1000 ? 0 : 2] += walked(arrays, arrays.roots[tree], row);
+    CHECK(std::ranges::equal(predicted, sums));
   }
 }
 
@@ -245,6 +251,10 @@ void what_is_no_forest_is_refused() {
     refused("features must be", [=](Arrays& a) { a.features = features; });
   for (const std::int32_t root : {lowest, -1, 3, highest})
     refused("tree 1, node " + std::to_string(root), [=](Arrays& a) { a.roots.push_back(root); });
+  refused("output 1 of 1 trees; 0 are left", [](Arrays& a) { a.output_trees = {1, 1}; });
+  refused("no output has the last 1 trees", [](Arrays& a) { a.output_trees = {0, 0}; });
+  for (const std::int32_t trees : {lowest, -1, 2, highest})
+    refused("output 0 of " + std::to_string(trees), [=](Arrays& a) { a.output_trees = {trees}; });
   for (const std::int32_t child : {lowest, -1, 0, 3, highest}) {
     refused("tree 0, node 0: child", [=](Arrays& a) { a.nodes[0].left = child; });
     refused("tree 0, node 0: child", [=](Arrays& a) { a.nodes[0].right = child; });
@@ -279,22 +289,31 @@ void what_is_no_forest_is_refused() {
       });
 }
 
+void the_largest_output_is_told() {
+  Arrays arrays = stump();
+  arrays.nodes.push_back(leaf(-5.0));
+  arrays.roots.push_back(3);
+  CHECK(arrays.forest().largest(0) == 7.0);
+  arrays.output_trees = {1, 0, 1};
+  const Forest forest = arrays.forest();
+  CHECK(forest.largest(0) == 2.0 && forest.largest(1) == 0.0 && forest.largest(2) == 5.0);
+  arrays.output_trees.clear();
+  for (const std::size_t node : {2, 3}) arrays.nodes[node].value = 1e308;
+  CHECK(arrays.forest().largest(0) == infinity);
+}
+
 void spans_that_do_not_fit_are_refused() {
-  const Forest forest = stump().forest();
-  Arrays wide = stump();
-  wide.features = 2;
-  const Forest other = wide.forest();
+  Arrays arrays = stump();
+  arrays.features = 2;
+  const Forest forest = arrays.forest();
   std::vector<double> rows(4), predictions(4);
-  const auto refuses = [&](std::vector<const Forest*> forests, std::size_t outputs) {
-    return throws<std::invalid_argument>(
-        [&] { Forest::evaluate(forests, rows, std::span(predictions).first(outputs)); });
+  const auto refuses = [&](std::size_t values, std::size_t outputs) {
+    return throws<std::invalid_argument>([&] {
+      forest.evaluate(std::span(rows).first(values), std::span(predictions).first(outputs));
+    });
   };
-  CHECK(refuses({}, 0));
-  CHECK(refuses({&forest, &other}, 4));
-  CHECK(refuses({&forest}, 3));
-  CHECK(!refuses({&forest}, 4));
-  rows.push_back(0.0);
-  CHECK(refuses({&other}, 2));
+  CHECK(refuses(3, 1) && refuses(3, 2) && refuses(4, 1) && refuses(4, 4));
+  CHECK(!refuses(4, 2) && !refuses(0, 0));
 }
 
 }  // namespace
@@ -307,5 +326,6 @@ int main() {
   a_chain_is_as_deep_as_it_is();
   trees_are_as_many_as_they_are();
   what_is_no_forest_is_refused();
+  the_largest_output_is_told();
   spans_that_do_not_fit_are_refused();
 }

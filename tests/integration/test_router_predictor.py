@@ -73,9 +73,9 @@ def settings(pool_file: Path, monkeypatch: pytest.MonkeyPatch) -> PoolSettings:
 
 @pytest.fixture(autouse=True)
 def _few_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.prediction.learned.INNER_FOLDS", 2)
-    monkeypatch.setattr("app.prediction.learned.QUALITY_TREES", 4)
-    monkeypatch.setattr("app.prediction.learned.LENGTH_TREES", 4)
+    monkeypatch.setattr("app.prediction.fitting.INNER_FOLDS", 2)
+    monkeypatch.setattr("app.prediction.fitting.QUALITY_TREES", 4)
+    monkeypatch.setattr("app.prediction.fitting.LENGTH_TREES", 4)
 
 
 @pytest.fixture(scope="module")

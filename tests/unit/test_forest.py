@@ -9,7 +9,7 @@ import lightgbm
 import numpy as np
 import pytest
 
-from app.prediction.forest import forest_of
+from app.prediction.forest import Trees
 from sfs_ext import Forest, ForestMissing, ForestNodeKind, forest_node_dtype
 
 FEATURES = 8
@@ -56,8 +56,12 @@ def booster_of(
     return lightgbm.train(settings, data, trees)
 
 
+def forest_of(*boosters: lightgbm.Booster) -> Forest:
+    return Trees.of(boosters).forest(boosters[0].num_feature())
+
+
 def check_equal(booster: lightgbm.Booster, rows: np.ndarray) -> None:
-    predicted = Forest.evaluate([forest_of(booster)], rows)
+    predicted = forest_of(booster).evaluate(rows)
     assert predicted.shape == (len(rows), 1)
     np.testing.assert_allclose(predicted[:, 0], booster.predict(rows, num_threads=1), rtol=1e-12)
 
@@ -143,9 +147,10 @@ def test_trees_of_too_many_leaves_are_refused() -> None:
 def test_trees_of_single_leaves() -> None:
     nodes = np.zeros(3, forest_node_dtype)
     nodes["kind"], nodes["value"] = ForestNodeKind.LEAF, [1.0, 2.0, 4.0]
-    forest = Forest(nodes, np.arange(3, dtype=np.int32), features=2)
+    roots, output_trees = np.arange(3, dtype=np.int32), np.array([2, 0, 1], np.int32)
+    forest = Forest(nodes, roots, 2, output_trees)
     rows = np.array([[0.0, np.nan], [np.inf, 1.0]])
-    assert Forest.evaluate([forest], rows).tolist() == [[7.0], [7.0]]
+    assert forest.evaluate(rows).tolist() == [[3.0, 0.0, 4.0]] * 2
 
 
 @pytest.mark.parametrize("settings", [{}, {"zero_as_missing": True}, {"use_missing": False}])
@@ -157,8 +162,8 @@ def test_rows_that_agree_on_some_columns(settings: dict[str, bool]) -> None:
     for differing in itertools.product([False, True], repeat=FEATURES):
         rows = np.where(differing, asked_for(random, 3), asked_for(random, 1))
         check_equal(booster, rows)
-        alone = [Forest.evaluate([forest], row[None])[0] for row in rows]
-        assert np.array_equal(Forest.evaluate([forest], rows), alone)
+        alone = [forest.evaluate(row[None])[0] for row in rows]
+        assert np.array_equal(forest.evaluate(rows), alone)
 
 
 def test_the_best_iteration_is_what_counts() -> None:
@@ -172,19 +177,21 @@ def test_a_loaded_booster_is_the_same() -> None:
     booster = booster_of(random, objective="quantile", alpha=0.9)
     rows = asked_for(random)
     loaded = lightgbm.Booster(model_str=booster.model_to_string())
-    both = Forest.evaluate([forest_of(booster), forest_of(loaded)], rows)
+    both = forest_of(booster, loaded).evaluate(rows)
     assert np.array_equal(both[:, 0], both[:, 1])
     check_equal(loaded, rows)
 
 
-def test_several_forests_at_once() -> None:
+def test_several_boosters_at_once() -> None:
     random = np.random.default_rng(50)
     boosters = [booster_of(random, objective=objective) for objective in OBJECTIVES]
     forests = [forest_of(booster) for booster in boosters]
+    whole = forest_of(*boosters)
+    assert whole.outputs == len(boosters)
     for count in (0, 1, 3, 20):
         rows = asked_for(random, count)
-        alone = [Forest.evaluate([forest], rows)[:, 0] for forest in forests]
-        assert np.array_equal(Forest.evaluate(forests, rows), np.transpose(alone))
+        alone = [forest.evaluate(rows)[:, 0] for forest in forests]
+        assert np.array_equal(whole.evaluate(rows), np.transpose(alone))
 
 
 @pytest.mark.parametrize(
@@ -225,40 +232,59 @@ def stump() -> np.ndarray:
 
 
 ROOTS = np.zeros(1, np.int32)
+ONE = np.ones(1, np.int32)
 
 
 def test_arrays_make_a_forest() -> None:
-    forest = Forest(stump(), ROOTS, features=2)
-    assert forest.features == 2
+    forest = Forest(stump(), ROOTS, 2, ONE)
+    assert (forest.features, forest.outputs) == (2, 1)
     rows = np.array([[0.5, 9.0], [0.6, 9.0], [np.nan, 9.0]])
-    assert Forest.evaluate([forest], rows).tolist() == [[10.0], [20.0], [20.0]]
+    assert forest.evaluate(rows).tolist() == [[10.0], [20.0], [20.0]]
     strided = np.repeat(rows, 2, axis=1)[:, ::2]
-    assert Forest.evaluate((forest, forest), strided)[:, 1].tolist() == [10.0, 20.0, 20.0]
+    assert forest.evaluate(strided)[:, 0].tolist() == [10.0, 20.0, 20.0]
+
+
+def test_equal_boosters_make_equal_bytes() -> None:
+    """Between a node's fields there is room, which a file must not have by chance."""
+    one, other = (
+        Trees.of([booster_of(np.random.default_rng(5), objective="huber")]) for _ in range(2)
+    )
+    assert one.nodes.tobytes() == other.nodes.tobytes()
+    assert one.nodes.nbytes == 32 * len(one.nodes)
 
 
 def test_nodes_that_are_not_sound_are_named() -> None:
     nodes = stump()
     nodes["right"][0] = 0
     with pytest.raises(ValueError, match="tree 0, node 0: child 0 is not behind it"):
-        Forest(nodes, ROOTS, features=2)
+        Forest(nodes, ROOTS, 2, ONE)
     nodes = stump()
     nodes["value"][2] = np.inf
     with pytest.raises(ValueError, match="tree 0, node 2: its output is not finite"):
-        Forest(nodes, ROOTS, features=2)
+        Forest(nodes, ROOTS, 2, ONE)
+
+
+@pytest.mark.parametrize(
+    ("output_trees", "why"),
+    [
+        ([], "no output has the last 1 trees"),
+        ([0, 0], "no output has the last 1 trees"),
+        ([1, 1], "output 1 of 1 trees; 0 are left"),
+        ([-1, 2], "output 0 of -1 trees; 1 are left"),
+        ([2**31 - 1], "output 0 of 2147483647 trees; 1 are left"),
+    ],
+)
+def test_trees_are_of_one_output_each(output_trees: list[int], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Forest(stump(), ROOTS, 2, np.array(output_trees, np.int32))
 
 
 def test_wrong_shapes_are_named() -> None:
-    forest, wide = (Forest(stump(), ROOTS, features) for features in (2, 3))
+    forest = Forest(stump(), ROOTS, 2, ONE)
     for shape in [(3, 3), (2,), (1, 3, 2), ()]:
         with pytest.raises(ValueError, match=r"rows must have shape \(rows, 2\), not \("):
-            Forest.evaluate([forest], np.zeros(shape))
-    with pytest.raises(ValueError, match="places 0 and 1 take 2 and 3 features"):
-        Forest.evaluate([forest, wide], np.zeros((3, 2)))
-    with pytest.raises(ValueError, match="none to evaluate"):
-        Forest.evaluate([], np.zeros((3, 2)))
-    with pytest.raises(ValueError, match="None is not one"):
-        Forest.evaluate([forest, None], np.zeros((3, 2)))  # type: ignore[list-item]
+            forest.evaluate(np.zeros(shape))
     with pytest.raises(ValueError, match="roots must have 1 dimension, not 2"):
-        Forest(stump(), np.zeros((1, 1), np.int32), features=2)
+        Forest(stump(), np.zeros((1, 1), np.int32), 2, ONE)
     with pytest.raises(ValueError, match="features must be positive"):
-        Forest(stump(), ROOTS, features=0)
+        Forest(stump(), ROOTS, 0, ONE)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 ALLOWED = """
 # pybind11's metaclass cannot be spelled in a stub.
-sfs_ext._core.(BatchTime|EmulatedEngine|Fleet|Forest|KvJournalMessage|KvMirror|KvObserver)
-sfs_ext._core.(SchedulerConfig|Snapshot|Snapshot(Reader|Writer)|StateWriter|VirtualEngine)
+sfs_ext._core.(BatchTime|EmulatedEngine|Ensemble|Fleet|Forest|KvJournalMessage|KvMirror)
+sfs_ext._core.(KvObserver|Projection|QualityCalibration|SchedulerConfig|Snapshot)
+sfs_ext._core.(Snapshot(Reader|Writer)|StateWriter|VirtualEngine)
 sfs_ext._core.(ForecastStatus|ForestMissing|ForestNodeKind|KvEventKind).__pybind11_native_enum__
 # There is no constructor; pybind11 refuses at run time.
 sfs_ext._core.(KvJournalMessage|Snapshot).__init__

@@ -33,7 +33,8 @@ struct ForestNode {
 };
 static_assert(sizeof(ForestNode) == 32 && std::is_trivially_copyable_v<ForestNode>);
 
-// The sum of what its trees say of a row of features. Immutable, so that threads may share it.
+// What trees say of a row of features, summed up: the first so many make the first output, and so
+// on. Immutable, so that threads may share it.
 //
 // Decisions are LightGBM's: values within 1e-35 of 0 are 0, a category is a value without its
 // fraction, and what is negative, NaN or not in the set goes right.
@@ -46,19 +47,23 @@ class Forest {
  public:
   static constexpr std::size_t max_leaves = 64;  // of a tree: a bit each
 
-  // roots: the number of each tree's first node. Throws std::invalid_argument, naming tree and
-  // node, unless every node that a tree reaches is sound, and reached once; and naming the tree
-  // that has more than max_leaves.
+  // roots: the number of each tree's first node. output_trees: how many trees make each output.
+  // Throws std::invalid_argument, naming tree and node, unless every node that a tree reaches is
+  // sound, and reached once; naming the tree that has more than max_leaves; and for outputs of more
+  // or fewer trees than there are.
   Forest(std::int32_t features, std::span<const ForestNode> nodes,
-         std::span<const std::int32_t> roots, std::span<const std::uint32_t> category_words);
+         std::span<const std::int32_t> roots, std::span<const std::int32_t> output_trees,
+         std::span<const std::uint32_t> category_words);
 
   std::size_t features() const noexcept { return features_; }
+  std::size_t outputs() const noexcept { return trees_behind_.size(); }
 
-  // Of rows × features values, one prediction of each forest per row: rows × forests. At least one
-  // forest. Throws std::invalid_argument for forests of unequal features or spans of other sizes.
-  // What rows agree on costs as if there were one.
-  static void evaluate(std::span<const Forest* const> forests, std::span<const double> rows,
-                       std::span<double> predictions);
+  // No row gets an output further from 0. May be infinite.
+  double largest(std::size_t output) const;
+
+  // Of rows × features values, rows × outputs predictions. Throws std::invalid_argument for spans
+  // of other sizes. What all rows agree on is looked at once.
+  void evaluate(std::span<const double> rows, std::span<double> predictions) const;
 
  private:
   // How a feature reads for a split, so that `reading <= threshold` alone decides: -inf where the
@@ -81,16 +86,14 @@ class Forest {
     Reading reading;
   };
 
-  // Trees whose leaves, as bits, and those of a few rows stay in the nearest cache.
-  static constexpr std::size_t trees_per_block = 256;
-  static constexpr std::size_t max_rows = 8;
+  // Trees whose leaves, as bits, stay in the nearest cache.
+  static constexpr std::size_t trees_per_block = 1024;
   struct Block {
     std::uint32_t first_column = 0, columns = 0;
     std::uint32_t first_tree = 0, trees = 0;
   };
 
   struct Split;
-  struct Rows;
 
   static double read(double value, Reading reading);
   void check_tree(std::size_t tree, std::span<const ForestNode> nodes, std::int32_t root,
@@ -100,16 +103,18 @@ class Forest {
   void add_block(std::vector<Split>& splits, std::size_t first_tree, std::size_t trees);
   std::size_t cuts_of(const Column& column, double value) const;
   void cut(const Column& column, double value, std::uint64_t* leaves) const;
-  void prefetch_outputs(const Block& block) const;
-  void add(const Block& block, const Rows& rows, double* sums, std::size_t stride) const;
+  void prefetch_leaves(const Block& block) const;
+  void add(const Block& block, std::span<const double> rows, std::span<const char> differ,
+           double* predictions) const;
 
   std::size_t features_;
+  std::vector<std::size_t> trees_behind_;  // of each output: where its trees end
   std::vector<Block> blocks_;
   std::vector<Column> columns_;
   std::vector<double> thresholds_;  // of each cut; nothing to a categorical one
   std::vector<Cut> cuts_;
   std::vector<std::uint32_t> first_leaves_;  // of each tree
-  std::vector<double> outputs_;              // of each leaf
+  std::vector<double> leaves_;               // of each: its value
   std::vector<std::uint32_t> words_;
 };
 

@@ -511,7 +511,7 @@ class ForestMissing(enum.IntEnum):
 
 @final
 class Forest:
-    """The sum of what decision trees say of a row of features, as LightGBM says it. Immutable.
+    """Sums of what decision trees say of a row of features, as LightGBM says it. Immutable.
 
     Values within 1e-35 of 0 are 0. A category is a value without its fraction; what is negative,
     NaN or not in the set goes right."""
@@ -521,23 +521,86 @@ class Forest:
         nodes: NDArray[np.void],
         roots: NDArray[np.int32],
         features: int,
+        output_trees: NDArray[np.int32],
         category_words: NDArray[np.uint32] = ...,
     ) -> None:
         """nodes: forest_node_dtype[n], children behind parents. roots: int32[trees], numbers of
-        nodes. category_words: uint32[m], bit j of a set's word i the category 32 i + j.
+        nodes. output_trees: int32[outputs], how many trees, in order, make each output.
+        category_words: uint32[m], bit j of a set's word i the category 32 i + j.
 
-        ValueError naming the tree and the node that is not sound, or the tree of more than 64
-        leaves."""
+        ValueError naming the tree and the node that is not sound, the tree of more than 64 leaves,
+        or the output without its trees."""
 
     @property
     def features(self) -> int:
         """Values in a row."""
 
-    @staticmethod
-    def evaluate(forests: Sequence[Forest], rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        """float64[rows, features] to float64[rows, forests], without the interpreter's lock.
+    @property
+    def outputs(self) -> int:
+        """Predictions for a row."""
 
-        ValueError for rows of another shape, no forests, or forests of unequal features."""
+    def evaluate(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        """float64[rows, features] to float64[rows, outputs], without the interpreter's lock.
+
+        ValueError for rows of another shape."""
+
+@final
+class Projection:
+    """A prompt as a row of numbers: its signed token hash on a few axes, and its description."""
+
+    def __init__(self, mean: NDArray[np.float64], components: NDArray[np.float64]) -> None:
+        """mean: float64[buckets]; components: float64[components, buckets]. ValueError for other
+        shapes."""
+
+    def row(
+        self, buckets: NDArray[np.int32], description: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """int32[buckets] and float64[n], the token count first, to float64[components + n].
+
+        The components are of the buckets over the token count, less the mean. ValueError for other
+        buckets, or no description."""
+
+@final
+class QualityCalibration:
+    """How much is believed of what is predicted of quality."""
+
+    def __init__(
+        self,
+        mean_score: Sequence[float],
+        mean_prediction: Sequence[float],
+        common: float,
+        own: float,
+    ) -> None:
+        """Means by model; shares, in [0, 1]. ValueError for anything else."""
+
+    def apply(self, predictions: Sequence[float]) -> list[float]:
+        """Of one prompt, by model, to the same in [0, 1]. ValueError for other models."""
+
+@final
+class Ensemble:
+    """From a prompt's features to each model's quality and output length. Immutable."""
+
+    def __init__(
+        self,
+        projection: Projection,
+        forest: Forest,
+        model_columns: NDArray[np.float64],
+        calibration: QualityCalibration | None,
+        length_factors: Sequence[float],
+    ) -> None:
+        """model_columns: float64[models, n], a row's last columns. The forest's outputs: quality
+        if there is a calibration, then, if there are factors, one for each: the mean and ascending
+        quantiles of length.
+
+        ValueError for what does not fit together, or might predict anything but finite numbers."""
+
+    def predict(
+        self, buckets: NDArray[np.int32], description: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """int32[buckets] and float64[n], the token count first, to float64[models, outputs].
+
+        Quality in [0, 1]; lengths in tokens, at least 1, quantiles in order. ValueError for other
+        shapes."""
 
 def replay(
     config: SchedulerConfig,

@@ -18,9 +18,9 @@ MODELS = ["small:0.6:0.1:0.4", "large:8.2:0.5:1.0"]
 
 @pytest.fixture(autouse=True)
 def _few_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.prediction.learned.INNER_FOLDS", 2)
-    monkeypatch.setattr("app.prediction.learned.QUALITY_TREES", 2)
-    monkeypatch.setattr("app.prediction.learned.LENGTH_TREES", 2)
+    monkeypatch.setattr("app.prediction.fitting.INNER_FOLDS", 2)
+    monkeypatch.setattr("app.prediction.fitting.QUALITY_TREES", 2)
+    monkeypatch.setattr("app.prediction.fitting.LENGTH_TREES", 2)
 
 
 def rows() -> list[dict[str, Any]]:

@@ -24,17 +24,17 @@ Change = Callable[[dict[str, Any]], None]
 def few_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     two_folds = partial(cross_validate, count=2)
     monkeypatch.setattr("app.prediction.training.cross_validate", two_folds)
-    monkeypatch.setattr("app.prediction.learned.INNER_FOLDS", 2)
-    monkeypatch.setattr("app.prediction.learned.QUALITY_TREES", 4)
-    monkeypatch.setattr("app.prediction.learned.LENGTH_TREES", 4)
+    monkeypatch.setattr("app.prediction.fitting.INNER_FOLDS", 2)
+    monkeypatch.setattr("app.prediction.fitting.QUALITY_TREES", 4)
+    monkeypatch.setattr("app.prediction.fitting.LENGTH_TREES", 4)
 
 
 @pytest.fixture(scope="session")
 def artifact() -> Artifact:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("app.prediction.learned.INNER_FOLDS", 2)
-        patch.setattr("app.prediction.learned.QUALITY_TREES", 10)
-        patch.setattr("app.prediction.learned.LENGTH_TREES", 10)
+        patch.setattr("app.prediction.fitting.INNER_FOLDS", 2)
+        patch.setattr("app.prediction.fitting.QUALITY_TREES", 10)
+        patch.setattr("app.prediction.fitting.LENGTH_TREES", 10)
         tokenizer = QwenTokenizerSettings(kind="qwen")
         return train(planted(60), CARDS, tokenizer, clock=lambda: 1_700_000_000.0)
 

@@ -14,21 +14,21 @@ from planted import CARDS, features, planted
 
 from app.prediction.examples import Example
 from app.prediction.features import DESCRIPTION, INDICATORS
-from app.prediction.learned import (
-    Learned,
-    ModelCard,
-    Options,
-    folds,
-    learn,
-)
+from app.prediction.fitting import Fitted, Options, fit, folds, learn
+from app.prediction.learned import Learned, ModelCard
 
 SEEN, UNSEEN = planted(200, seed=1), planted(200, seed=2)
 """Two draws from the same rules."""
 
 
 @pytest.fixture(scope="module")
-def learned() -> Learned:
-    return learn(SEEN, CARDS)
+def fitted() -> Fitted:
+    return fit(SEEN, CARDS)
+
+
+@pytest.fixture(scope="module")
+def learned(fitted: Fitted) -> Learned:
+    return fitted.learned
 
 
 @pytest.fixture(scope="module")
@@ -112,18 +112,19 @@ class TestNoise:
         assert noise.predict(SEEN[0].prompt).lengths is None
 
 
-class TestForests:
-    def test_they_say_what_the_boosters_do(self, learned: Learned) -> None:
+class TestEnsemble:
+    def test_it_says_what_the_boosters_do(self, fitted: Fitted) -> None:
+        learned = fitted.learned
         prompts = [e.prompt for e in UNSEEN[: 30 * len(CARDS) : len(CARDS)]] + [features("", 1)]
-        assert learned.quality is not None and learned.calibration is not None
-        boosters = (learned.quality, *learned.lengths)
+        assert fitted.quality is not None and learned.calibration is not None
+        boosters = (fitted.quality, *fitted.lengths)
         for prompt in prompts:
-            own = [(i, *card.columns) for i, card in enumerate(learned.cards)]
-            rows = np.array([(*learned.projection.row(prompt), *columns) for columns in own])
+            prompts_part = np.tile(learned.projection.row(prompt), (len(CARDS), 1))
+            rows = np.hstack((prompts_part, learned.model_columns))
             quality, *lengths = np.array([booster.predict(rows) for booster in boosters])
             said = learned.predict(prompt)
             expected = learned.calibration.apply(quality.tolist())
-            assert said.quality == pytest.approx(expected, abs=1e-6)
+            assert said.quality == pytest.approx(expected, rel=1e-9)
             assert said.lengths is not None
             for place, (mean, *quantiles) in enumerate(np.transpose(lengths).tolist()):
                 factors = learned.length_factors
@@ -131,7 +132,7 @@ class TestForests:
                     max(1.0, mean * factors[0]),
                     *sorted(max(1.0, q * f) for q, f in zip(quantiles, factors[1:], strict=True)),
                 ]
-                assert list(said.lengths[place]) == pytest.approx(whole, abs=1e-6, rel=1e-9)
+                assert list(said.lengths[place]) == pytest.approx(whole, rel=1e-9)
 
     @settings(max_examples=60)
     @given(st.text(max_size=200), st.lists(st.integers(0, 2**31 - 1), max_size=50))
@@ -197,7 +198,7 @@ class TestFewExamples:
 
     def test_without_scores_nothing_is_said_of_quality(self) -> None:
         learned = learn([replace(e, quality=None) for e in planted(30)], CARDS)
-        assert learned.quality is None and learned.calibration is None
+        assert learned.calibration is None
         said = learned.predict(features())
         assert said.quality is None and said.lengths is not None
 
@@ -225,9 +226,11 @@ class TestRefused:
 class TestOptions:
     def test_without_indicators_they_are_not_looked_at(self) -> None:
         for options, used in ((Options(), True), (Options(indicators=False), False)):
-            learned = learn([replace(e, quality=None) for e in planted(40)], CARDS, options)
-            names = learned.lengths[0].feature_name()
-            gains = dict(zip(names, learned.lengths[0].feature_importance("gain"), strict=True))
+            fitted = fit([replace(e, quality=None) for e in planted(40)], CARDS, options)
+            learned, booster = fitted.learned, fitted.lengths[0]
+            gains = dict(
+                zip(booster.feature_name(), booster.feature_importance("gain"), strict=True)
+            )
             assert bool(sum(gains[name] for name in INDICATORS) > 0) == used
             # Of one length: only the keyword tells them apart.
             plain, keyword = (learned.predict(features(t)).lengths for t in ("Hello!", "detail"))
@@ -236,7 +239,8 @@ class TestOptions:
     def test_components(self) -> None:
         learned = learn(planted(30), CARDS, Options(components=4))
         assert len(learned.projection.components) == 4
-        assert learned.forests[0].features == 4 + len(DESCRIPTION) + 3
+        assert learned.projection.row(features()).shape == (4 + len(DESCRIPTION),)
+        assert np.isfinite(learned.predict(features()).quality or [np.nan]).all()
 
 
 class TestCards:

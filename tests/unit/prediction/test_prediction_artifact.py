@@ -6,12 +6,13 @@ import base64
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightgbm
 import numpy as np
 import pytest
 from planted import CARDS, planted
@@ -22,6 +23,7 @@ from app.prediction.artifact import Artifact, ArtifactError, encoded, load, save
 from app.prediction.features import FEATURE_VERSION, HASH_BUCKETS
 from app.prediction.trained import TrainedPredictor
 from app.prediction.training import train
+from sfs_ext import forest_node_dtype
 
 Predictor = dict[str, Any]
 Forge = Callable[[Callable[[Predictor], None]], Path]
@@ -131,9 +133,11 @@ class TestWhatCanBeKept:
             blank: dict[str, Any] = {field: None}
             save(train([replace(e, **blank) for e in planted(5)], CARDS, QWEN), tmp_path / "p")
             loaded = load(tmp_path / "p")
-            assert (loaded.quality_booster is None) == (field == "quality")
-            assert (loaded.length_boosters == ()) == (field == "output_tokens")
-            loaded.learned()
+            assert (loaded.quality_calibration is None) == (field == "quality")
+            assert (loaded.length_factors == ()) == (field == "output_tokens")
+            said = loaded.learned().predict(planted(1)[0].prompt)
+            assert (said.quality is None) == (field == "quality")
+            assert (said.lengths is None) == (field == "output_tokens")
 
 
 class TestDamagedFiles:
@@ -201,30 +205,25 @@ class TestOthersFiles:
     @pytest.mark.parametrize(
         ("changed", "why"),
         [
-            ({"format_version": 2}, "format version 2; this reads 1"),
+            ({"format_version": 1}, "format version 1; this reads 2: train it again"),
+            ({"format_version": 3}, "format version 3; this reads 2: train it again"),
+            ({"format_version": None}, "format version None; this reads 2"),
             (
                 {"feature_version": FEATURE_VERSION + 1},
                 f"features of version {FEATURE_VERSION + 1}.*train it again",
             ),
             ({"tokenizer": {"kind": "another"}}, "tokenizer"),
-            ({"quality_calibration": None}, "go together"),
-            ({"quality_booster": None}, "go together"),
-            ({"length_boosters": []}, "length_factors"),
-            ({"length_boosters": ["x"] * 3}, "must be 4 or none"),
-            ({"length_factors": [1.0] * 3}, "length_factors"),
+            ({"length_factors": [1.0] * 3}, "length_factors must be 4 or none"),
             ({"length_factors": ["nan"] * 4}, "finite"),
+            ({"length_factors": [-1.0] * 4}, "length_factors.0"),
+            ({"forest": None}, "forest"),
+            ({"forest": {"nodes": "", "roots": ""}}, "forest.output_trees"),
+            ({"trained_s": 1e300}, "trained_s"),
+            ({"prompts": 10**400}, "prompts"),
             ({"cards": []}, "at least one model"),
             ({"prompts": "many"}, "prompts"),
             ({"unheard_of": 1}, "unheard_of"),
-            (
-                {
-                    "quality_booster": None,
-                    "quality_calibration": None,
-                    "length_boosters": [],
-                    "length_factors": [],
-                },
-                "no booster",
-            ),
+            ({"quality_calibration": None, "length_factors": []}, "neither quality nor length"),
         ],
     )
     def test_what_is_not_of_this_version(self, forge: Forge, changed: Predictor, why: str) -> None:
@@ -232,7 +231,12 @@ class TestOthersFiles:
 
     @pytest.mark.parametrize(
         "changed",
-        [{"length_examples": -10}, {"parameters_billions": 0.0}, {"context_tokens": "long"}],
+        [
+            {"length_examples": -10},
+            {"parameters_billions": 0.0},
+            {"context_tokens": "long"},
+            {"context_tokens": 10**400},
+        ],
     )
     def test_odd_cards(self, forge: Forge, changed: Predictor) -> None:
         path = forge(lambda predictor: predictor["cards"][1].update(changed))
@@ -243,20 +247,29 @@ class TestOthersFiles:
         assert "mean_score must be as many as cards" in refusal(path)
 
     @pytest.mark.parametrize(
+        "changed", [{"common": -0.1}, {"own": 1.1}, {"mean_score": "high"}, {"more": 1}]
+    )
+    def test_odd_calibrations(self, forge: Forge, changed: Predictor) -> None:
+        path = forge(lambda predictor: predictor["quality_calibration"].update(changed))
+        assert f"quality_calibration.{next(iter(changed))}" in refusal(path)
+
+    @pytest.mark.parametrize(
         ("changed", "why"),
         [
             ({"pca_mean": encoded(np.full(HASH_BUCKETS, NOT_A_NUMBER))}, "pca_mean.*finite"),
             ({"pca_components": encoded(np.full((3, HASH_BUCKETS), np.inf))}, "finite"),
             ({"pca_mean": encoded(np.zeros(HASH_BUCKETS - 1))}, "pca_mean.*reshape"),
             ({"pca_components": encoded(np.zeros(HASH_BUCKETS + 1))}, "pca_components.*reshape"),
-            ({"pca_components": encoded(np.zeros((3, HASH_BUCKETS)))}, "booster of .* features"),
             ({"pca_mean": "not base64!"}, "pca_mean"),
             ({"pca_mean": base64.b64encode(b"odd").decode()}, "pca_mean"),
             ({"pca_mean": "ü"}, "pca_mean"),
-            ({"quality_booster": ""}, "no booster"),
-            ({"quality_booster": "garbage"}, "no booster"),
-            ({"quality_booster": "tree\nversion=v4\n"}, "no booster"),
-            ({"quality_booster": "\udc80"}, "surrogate"),
+            (
+                {"pca_components": encoded(np.zeros((3, HASH_BUCKETS)))},
+                "forest: tree .*, node .*: feature .* is not one of",
+            ),
+            ({"quality_calibration": None}, "forest of 5 outputs; there is no calibration"),
+            ({"length_factors": []}, "forest of 5 outputs; .* 0 length factors"),
+            ({"length_factors": [1.0, 1e308, 1.0, 1.0]}, "length factor 1.*infinite"),
         ],
     )
     def test_what_does_not_fit_together(
@@ -267,21 +280,63 @@ class TestOthersFiles:
             TrainedPredictor(loaded, pool)
 
     @pytest.mark.parametrize(
-        ("settings", "why"),
+        ("field", "content", "why"),
         [
-            ({"objective": "binary"}, "binary"),
-            ({"objective": "regression"}, "a booster of 2 features"),
+            ("nodes", "not base64!", "forest.nodes"),
+            ("nodes", "\udc80", "forest.nodes"),
+            ("nodes", base64.b64encode(b"odd").decode(), "forest.nodes: buffer size"),
+            ("nodes", "", "forest: tree 0, node 0: the root"),
+            ("roots", "", "forest: output 0 of 10 trees; 0 are left"),
+            ("roots", encoded(np.array([0, 2**30], np.int32)), "forest: output 0"),
+            ("output_trees", encoded(np.array([50], np.int32)), "forest of 1 outputs"),
+            ("output_trees", encoded(np.array([10, 10, 10, 10, 9], np.int32)), "last 1 trees"),
         ],
     )
-    def test_boosters_of_something_else(
-        self, forge: Forge, pool: PoolSettings, settings: Predictor, why: str
+    def test_no_forest(
+        self, forge: Forge, pool: PoolSettings, field: str, content: str, why: str
     ) -> None:
-        rows = np.random.default_rng(0).random((100, 2))
-        data = lightgbm.Dataset(rows, rows[:, 0] > 0.5)
-        other = lightgbm.train({**settings, "verbosity": -1, "num_threads": 1}, data, 2)
-        path = forge(lambda predictor: predictor.update(quality_booster=other.model_to_string()))
+        path = forge(lambda predictor: predictor["forest"].update({field: content}))
         with pytest.raises(ArtifactError, match=why):
             TrainedPredictor(load(path), pool)
+
+    @pytest.mark.parametrize(
+        ("change", "why"),
+        [
+            (lambda nodes: nodes["value"].fill(np.nan), "forest: tree 0, node"),
+            (lambda nodes: nodes["left"].fill(0), "tree 0, node 0: child 0 is not behind it"),
+            (lambda nodes: nodes["feature"].fill(2**31 - 1), "node 0: feature 2147483647"),
+            (lambda nodes: nodes["kind"].fill(77), "node 0: kind 77 is unknown"),
+            (lambda nodes: nodes["words"].fill(2**31 - 1), "its set of 2147483647 words"),
+            (lambda nodes: nodes["value"].fill(1e300), "qualities may be beyond 1e100"),
+        ],
+    )
+    def test_hostile_nodes(
+        self, forge: Forge, pool: PoolSettings, change: Callable[[Any], None], why: str
+    ) -> None:
+        def changed(predictor: Predictor) -> None:
+            forest = predictor["forest"]
+            nodes = np.frombuffer(base64.b64decode(forest["nodes"]), forest_node_dtype).copy()
+            change(nodes)
+            forest["nodes"] = encoded(nodes)
+
+        with pytest.raises(ArtifactError, match=why):
+            TrainedPredictor(load(forge(changed)), pool)
+
+
+def test_serving_needs_no_lightgbm(predictor_file: Path) -> None:
+    code = f"""
+import sys
+sys.modules["lightgbm"] = None  # an import of it fails
+import numpy as np
+import deployments.router
+from app.prediction.artifact import load
+from app.prediction.features import prompt_features
+prompt = prompt_features(np.arange(9, dtype=np.int32), "Briefly, why?")
+said = load({str(predictor_file)!r}).learned().predict(prompt)
+assert np.isfinite(said.quality).all() and np.isfinite(said.lengths).all()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_write_goes_beside_the_file(artifact: Artifact, tmp_path: Path) -> None:

@@ -106,9 +106,10 @@ def test_one_for_another_pool_is_told_by_name(
 def test_garbage_with_a_right_checksum(
     artifact: Artifact, pool: PoolSettings, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    artifacts.save(artifact.model_copy(update={"quality_booster": "garbage"}), path)
+    garbage = artifact.forest.model_copy(update={"nodes": "garbage"})
+    artifacts.save(artifact.model_copy(update={"forest": garbage}), path)
     assert PredictorFile(pool, path).newer() is None
-    assert str(path) in caplog.text and "no booster" in caplog.text
+    assert str(path) in caplog.text and "forest.nodes" in caplog.text
 
 
 def test_one_that_is_written_in_place_is_read_again(

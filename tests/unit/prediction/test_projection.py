@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from planted import features, planted
@@ -37,6 +39,27 @@ def test_a_row_is_named_column_by_column() -> None:
     np.testing.assert_array_equal(rows[5], projection.row(PROMPTS[5]))
     np.testing.assert_array_equal(rows[5, 3:], PROMPTS[5].description)
     np.testing.assert_allclose(rows[:, :3].mean(axis=0), 0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize("components", [0, 3, 8, 16, 20])
+def test_components_are_of_the_hash_less_its_mean(components: int) -> None:
+    """As fitted, so projected: the core says the same as the formula."""
+    projection = Projection.fit(PROMPTS, components)
+    hashed = np.array([prompt.hashed for prompt in PROMPTS])
+    expected = (hashed - projection.mean) @ projection.components.T
+    np.testing.assert_allclose(rows_of(projection)[:, :components], expected, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "description", "why"),
+    [
+        (np.zeros(511, np.int32), np.ones(3), "511 buckets; they must be 512"),
+        (np.zeros(512, np.int32), np.zeros(0), "0 values of description"),
+    ],
+)
+def test_what_is_no_prompt_is_named(buckets: Any, description: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Projection.fit(PROMPTS, 3).core.row(buckets, description)
 
 
 @pytest.mark.parametrize("prompts", [1, 2, 5])

@@ -63,7 +63,9 @@ def test_where_predictions_are_all_alike_every_prompt_gets_the_means() -> None:
 
 
 def test_what_is_said_stays_a_quality() -> None:
-    found = QualityCalibration((0.1, 0.9), (0.5, 0.5), 1.0, 1.0)
+    found = QualityCalibration(
+        mean_score=(0.1, 0.9), mean_prediction=(0.5, 0.5), common=1.0, own=1.0
+    )
     assert found.apply([-1.0, 3.0]) == [0.0, 1.0]
 
 

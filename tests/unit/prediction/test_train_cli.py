@@ -137,7 +137,8 @@ class TestTrain:
     ) -> None:
         assert call(write("answers.jsonl", ANSWERS)).exit_code == 0
         artifact = load(tmp_path / "predictor.json")
-        assert artifact.quality_booster is None and len(artifact.length_boosters) == 4
+        assert artifact.quality_calibration is None and len(artifact.length_factors) == 4
+        assert list(artifact.gain_shares) == ["output length"]
 
     def test_a_pools_own_records(
         self, call: Callable[..., Result], log: Callable[..., Path], tmp_path: Path
@@ -338,12 +339,13 @@ class TestInspect:
         result = CliRunner().invoke(app, ["inspect", str(predictor_file)])
         assert result.exit_code == 1 and f"{predictor_file}: no predictor" in result.output
 
-    def test_boosters_that_are_none(self, artifact: Artifact, tmp_path: Path) -> None:
+    def test_a_forest_that_is_none(self, artifact: Artifact, tmp_path: Path) -> None:
         path = tmp_path / "p.json"
-        artifacts.save(artifact.model_copy(update={"quality_booster": "garbage"}), path)
+        garbage = artifact.forest.model_copy(update={"roots": "garbage"})
+        artifacts.save(artifact.model_copy(update={"forest": garbage}), path)
         result = CliRunner().invoke(app, ["inspect", str(path)])
         assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
-        assert str(path) in result.output and "no booster" in result.output
+        assert str(path) in result.output and "forest.roots" in result.output
 
     def test_a_file_that_is_not_there(self, tmp_path: Path) -> None:
         result = CliRunner().invoke(app, ["inspect", str(tmp_path / "absent")])

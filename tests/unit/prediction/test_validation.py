@@ -11,14 +11,9 @@ import pytest
 from planted import CARDS, features, planted
 
 from app.prediction.examples import Example
+from app.prediction.figures import Validation
 from app.prediction.learned import Length, ModelCard, Said
-from app.prediction.validation import (
-    BINS,
-    Held,
-    Validation,
-    cross_validate,
-    validate,
-)
+from app.prediction.validation import BINS, Held, cross_validate, validate
 from app.types import PromptFeatures
 
 
