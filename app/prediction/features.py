@@ -53,7 +53,7 @@ DESCRIPTION: Final = (
     "characters_per_token",
     *INDICATORS,
 )
-"""Names of ``PromptFeatures.description``, in order; ``PromptFeatures.hashed`` reads the first."""
+"""Names of ``PromptFeatures.description``, in order. What the hash is divided by is the first."""
 
 
 def prompt_features(token_ids: TokenIds, text: str) -> PromptFeatures:

@@ -49,7 +49,7 @@ class Trees:
 
         ValueError for what a sum of constant leaves cannot say: several classes, averaged or
         linear trees, an objective that transforms its sum."""
-        trees, counts = _Trees(), []
+        trees, counts = _Builder(), []
         for booster in boosters:
             model = booster.dump_model()
             check_supported(model)
@@ -74,12 +74,13 @@ def check_supported(model: Json) -> None:
         raise ValueError(f"forest: objective {objective!r} is not supported")
 
 
-class _Trees:
+class _Builder:
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.roots: list[int] = []
-        self.words: list[NDArray[np.uint32]] = []
-        self.word_count = 0
+        self.words: list[int] = []
+        self.first_word: dict[tuple[int, ...], int] = {}
+        """Of each set: splits on the same one are evaluated together."""
 
     def add(self, tree: Json) -> None:
         root = len(self.nodes)
@@ -105,17 +106,22 @@ class _Trees:
         if node["decision_type"] != "==":
             raise ValueError(f"forest: decision type {node['decision_type']!r} is not supported")
         words = words_of(int(category) for category in node["threshold"].split("||"))
-        first, count = self.word_count, len(words)
-        self.words.append(words)
-        self.word_count += count
+        if words not in self.first_word:
+            self.first_word[words] = len(self.words)
+            self.words += words
+        first, count = self.first_word[words], len(words)
         kind = ForestNodeKind.CATEGORICAL
         return (0.0, left, right, feature, first, count, kind, missing, default_left)
 
     def arrays(self, output_trees: Sequence[int]) -> Trees:
         nodes = np.zeros(len(self.nodes), forest_node_dtype)  # so are the gaps between its fields
         nodes[:] = self.nodes
-        words = np.concatenate(self.words) if self.words else np.zeros(0, np.uint32)
-        return Trees(nodes, np.array(self.roots, np.int32), np.array(output_trees, np.int32), words)
+        return Trees(
+            nodes=nodes,
+            roots=np.array(self.roots, np.int32),
+            output_trees=np.array(output_trees, np.int32),
+            category_words=np.array(self.words, np.uint32),
+        )
 
 
 def leaf(node: Json, tree: int) -> Node:
@@ -130,10 +136,9 @@ def threshold_of(node: Json) -> float:
     return math.copysign(math.inf, threshold) if abs(threshold) >= 1e300 else threshold
 
 
-def words_of(categories: Iterable[int]) -> NDArray[np.uint32]:
-    """A bit for each, in as few words as there must be."""
+def words_of(categories: Iterable[int]) -> tuple[int, ...]:
+    """A bit for each, in as few words of 32 as there must be."""
     bits = 0
     for category in categories:
         bits |= 1 << category
-    size = 4 * -(-bits.bit_length() // 32)
-    return np.frombuffer(bits.to_bytes(size, "little"), "<u4").astype(np.uint32)
+    return tuple(bits >> 32 * word & 0xFFFFFFFF for word in range(-(-bits.bit_length() // 32)))

@@ -65,23 +65,17 @@ std::string flaw_of(const ForestNode& node, std::int32_t number, std::size_t fea
 
 struct Forest::Split {
   Column column;
-  std::span<const std::uint32_t> set;
   double threshold;
   Cut cut;
 
-  bool same_column(const Split& other) const {
-    return column.feature == other.column.feature &&
-           column.categorical == other.column.categorical &&
-           column.reading == other.column.reading && std::ranges::equal(set, other.set);
+  // Sets are alike where they are the same words: to compare contents could take for ever.
+  auto key() const {
+    return std::tuple(column.feature, column.categorical, column.reading, column.first_word,
+                      column.words);
   }
 
   bool operator<(const Split& other) const {
-    const auto key = [](const Split& split) {
-      return std::tuple(split.column.feature, split.column.categorical, split.column.reading);
-    };
-    if (key(*this) != key(other)) return key(*this) < key(other);
-    if (!std::ranges::equal(set, other.set))
-      return std::ranges::lexicographical_compare(set, other.set);
+    if (key() != other.key()) return key() < other.key();
     return std::pair(threshold, cut.tree) < std::pair(other.threshold, other.cut.tree);
   }
 };
@@ -161,7 +155,6 @@ std::uint32_t Forest::add_node(std::span<const ForestNode> nodes, std::int32_t n
     split.column.categorical = true;
     split.column.first_word = static_cast<std::uint32_t>(node.first_word);
     split.column.words = static_cast<std::uint32_t>(node.words);
-    split.set = std::span(words_).subspan(split.column.first_word, split.column.words);
   } else {
     const bool left = node.default_left != 0;
     if (node.missing == ForestMissing::zero)
@@ -180,7 +173,7 @@ void Forest::add_block(std::vector<Split>& splits, std::size_t first_tree, std::
               static_cast<std::uint32_t>(first_tree), static_cast<std::uint32_t>(trees)};
   const Split* before = nullptr;
   for (const Split& split : splits) {
-    if (before == nullptr || !split.same_column(*before)) {
+    if (before == nullptr || split.key() != before->key()) {
       columns_.push_back(split.column);
       columns_.back().first_cut = static_cast<std::uint32_t>(cuts_.size());
       ++block.columns;

@@ -253,6 +253,13 @@ def test_equal_boosters_make_equal_bytes() -> None:
     assert one.nodes.nbytes == 32 * len(one.nodes)
 
 
+def test_equal_sets_of_categories_are_kept_once() -> None:
+    booster = booster_of(np.random.default_rng(6), objective="huber")
+    once, twice = Trees.of([booster]), Trees.of([booster, booster])
+    assert len(once.category_words) > 0
+    assert np.array_equal(once.category_words, twice.category_words)
+
+
 def test_nodes_that_are_not_sound_are_named() -> None:
     nodes = stump()
     nodes["right"][0] = 0
