@@ -54,7 +54,8 @@ def test_predict(benchmark: BenchmarkFixture) -> None:
     def ask_boosters(of: NDArray[np.float64]) -> None:
         for booster in boosters:
             for row in of:
-                booster.predict(row[None])
+                # More threads would wait for busy cores, and flatter the forest.
+                booster.predict(row[None], num_threads=1)
 
     for prompt in prompts:
         of = rows[id(prompt)]
