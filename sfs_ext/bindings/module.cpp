@@ -65,7 +65,7 @@ void bind_dtypes(py::module_& m) {
                        priority, arrival_s, prompt);
   PYBIND11_NUMPY_DTYPE(CandidateForecast, instance, status, ttft_s, waiting_s, prefill_s, age_s,
                        batches, running, waiting, booked, queued_prefill_tokens, cached_tokens);
-  PYBIND11_NUMPY_DTYPE(CandidateLoad, ttft_s, age_s, running, waiting);
+  PYBIND11_NUMPY_DTYPE(CandidateLoad, ttft_s, least_ttft_s, age_s, running, waiting);
   PYBIND11_NUMPY_DTYPE(EngineEvent, id, tokens, finish, at_s);
   PYBIND11_NUMPY_DTYPE(KvEvent, value, block, kind);
   m.attr("HEARTBEAT_S") = heartbeat_s;
@@ -474,8 +474,7 @@ void bind_fleet(py::module_& m) {
             return loads;
           },
           py::arg("now_s"), py::arg("queries"), py::arg("prompts") = py::list(),
-          "query_dtype[n] to load_dtype[n], as forecast, but a closed form in place of a "
-          "simulation.");
+          "query_dtype[n] to load_dtype[n], as forecast, but from sums in place of a simulation.");
 }
 
 void bind_engine(py::module_& m) {

@@ -355,9 +355,11 @@ CandidateLoad Fleet::load_one(Instance& instance, double now_s, const CandidateQ
                         : 0;
   PromptsAhead booked = instance.booked;
   booked.first_s -= published_s;
-  return {.ttft_s = instance.load.ttft_s(config, instance.batch_time, query.arrival_s - published_s,
-                                         query.prompt_tokens, cached, booked,
-                                         instance.reader ? now_s - published_s : 0.0),
+  const Load::Ttft ttft = instance.load.ttft(
+      config, instance.batch_time, query.arrival_s - published_s, query.prompt_tokens, cached,
+      booked, instance.reader ? now_s - published_s : 0.0);
+  return {.ttft_s = ttft.likely_s,
+          .least_ttft_s = ttft.least_s,
           .age_s = known ? now_s - published_s : std::numeric_limits<double>::quiet_NaN(),
           .running = header.running,
           .waiting = header.waiting + header.omitted +

@@ -7,6 +7,13 @@
 namespace sfs {
 namespace {
 
+constexpr double never = std::numeric_limits<double>::infinity();
+
+// An arrival that seems to have just missed a pass may as well have caught it, since batches are
+// not quite alike: it is taken to have, for a forecast can only tell of instances that it is asked
+// of.
+constexpr double caught = 0.96;
+
 std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 BatchShape prefill(std::int64_t known, std::int64_t computed) {
@@ -32,6 +39,12 @@ std::size_t Load::bucket(std::uint32_t steps) {
   return std::min<std::size_t>(8 + (doublings - 3) * 4 + quarter, buckets - 1);
 }
 
+double Load::first_steps(std::size_t bucket) {
+  if (bucket < 8) return static_cast<double>(bucket);
+  const std::size_t quarters = bucket - 8;
+  return std::ldexp(4.0 + static_cast<double>(quarters % 4), static_cast<int>(quarters / 4) + 1);
+}
+
 Load::Load(const EngineLoop& loop) {
   const Scheduler& scheduler = loop.scheduler;
   const SchedulerConfig& config = scheduler.config();
@@ -39,101 +52,210 @@ Load::Load(const EngineLoop& loop) {
   running_ = static_cast<std::int32_t>(scheduler.running_count());
   for (Slot slot = 0; slot < scheduler.slots(); ++slot) {
     const Request& request = scheduler.request(slot);
-    if (request.status != Status::running) {
+    const std::int32_t steps =
+        std::max(request.final_outputs(config.max_model_len) - request.outputs, 1);
+    const bool runs = request.status == Status::running;
+    Ends& ends = (runs ? ends_ : queue_ends_)[bucket(static_cast<std::uint32_t>(steps))];
+    ends.requests += 1.0;
+    ends.blocks += config.blocks_for(request.known_tokens() + steps);
+    if (!runs) {
       queue_.add(config, request.known_tokens(), 0);
+      queue_steps_ += steps;
       continue;
     }
     const std::int32_t known = request.known_tokens() + request.placeholders;
-    context_tokens_ += known;
+    context_tokens_ += known - 1;
     if (known - request.computed > 1) {  // still in its prompt, but seated
       queue_.add(config, known, request.computed);
       --queue_.requests;
     }
-    const std::int32_t steps =
-        std::max(request.final_outputs(config.max_model_len) - request.outputs, 1);
-    Ends& ends = ends_[bucket(static_cast<std::uint32_t>(steps))];
-    ++ends.requests;
-    ends.steps += steps;
-    ends.blocks += config.blocks_for(request.known_tokens() + steps);
   }
   if (queue_.tokens > 0) queue_.first_s = 0.0;
 
-  in_flight_ = loop.in_flight() > 0;
-  if (!in_flight_) return;
-  pass_s_ = loop.oldest().end_s;
-  // The second batch of a full pipeline; where it is not full yet, one like those that follow.
-  if (config.async_scheduling)
-    queued_s_ = loop.in_flight() > 1 ? loop.in_flight(1).end_s - pass_s_
-                                     : loop.batch_time.seconds({running_, context_tokens_, 0});
+  in_flight_ = static_cast<std::int32_t>(loop.in_flight());
+  if (in_flight_ == 0) return;
+  oldest_end_s_ = loop.oldest().end_s;
+  next_start_s_ = loop.in_flight(loop.in_flight() - 1).end_s;
 }
 
-Load::Wait Load::wait_for(const SchedulerConfig& config, std::int64_t seats,
-                          std::int64_t blocks) const {
+Load::Wait Load::wait_for(const SchedulerConfig& config, const BatchTime& batch_time,
+                          const Turn& turn) const {
+  const auto decodes_s = [&](double requests, double context_tokens) {
+    return batch_time.b0_s + batch_time.b1_s * requests + batch_time.b2_s * context_tokens;
+  };
+  // The share of a stretch after which what is missing at its beginning has been gained.
+  const auto share = [](double missing, double gained) {
+    if (missing > gained) return never;
+    return missing > 0.0 ? missing / gained : 0.0;
+  };
+  const double block_size = config.block_size;
+  double running = running_, context_tokens = static_cast<double>(context_tokens_);
+  double free_blocks = free_blocks_, grown_tokens = 0.0;  // the latter of each that runs
+  double waiting = turn.ahead, waiting_blocks = turn.ahead_blocks;
+  const double queue_steps =  // of each
+      static_cast<double>(queue_steps_) /
+      static_cast<double>(std::max<std::int64_t>(queue_.requests, 1));
+  std::array<Ends, buckets> all_ends = ends_;
   Wait wait;
-  double free_blocks = free_blocks_, fewest_blocks = 0.0;
-  std::int64_t running = running_;
-  for (const Ends& ends : ends_) {
-    if (config.max_running() - running >= seats && free_blocks >= static_cast<double>(blocks))
-      break;
-    if (ends.requests == 0) continue;
-    const double steps = static_cast<double>(ends.steps) / ends.requests;
-    free_blocks -= static_cast<double>(running) * (steps - wait.steps) / config.block_size;
-    fewest_blocks = std::min(fewest_blocks, free_blocks);
-    free_blocks += ends.blocks;
-    running -= ends.requests;
-    wait.steps = steps;
+  for (std::size_t i = 0; i < buckets; ++i) {
+    // Results of the batches in flight come first; under async scheduling, one later.
+    const double last = first_steps(i + 1) - 1.0 - in_flight_ + config.async_scheduling;
+    const double batches = std::max(last - wait.batches, 0.0);
+    const double ended = all_ends[i].requests, ended_blocks = all_ends[i].blocks;
+    if (batches == 0.0 && ended == 0.0) continue;
+    const double tokens = wait.batches + batches + 1.0 - grown_tokens;
+    const double gained_blocks = ended_blocks - (running - ended / 2) * tokens / block_size;
+    const double gained_context = running * batches - ended_blocks * block_size;
+    const double turn_comes =
+        std::max({share(turn.earliest - wait.batches, batches),
+                  share(waiting + 1.0 - (config.max_running() - running), ended),
+                  share(waiting_blocks + turn.blocks - free_blocks, gained_blocks)});
+    const double part = std::min(turn_comes, 1.0);
+    wait.batches += part * batches;
+    wait.decodes_s +=
+        part * batches *
+        decodes_s(running - part * ended / 2, context_tokens + part * gained_context / 2);
+    running -= part * ended;
+    context_tokens += part * gained_context;
+    if (turn_comes <= 1.0) break;
+    grown_tokens += tokens;
+    free_blocks += gained_blocks;
+    if (free_blocks < 0.0 && running > 0.0) {
+      // Whoever has to give back blocks waits before all others, and computes its tokens again.
+      const double held_blocks = std::max(context_tokens / running / block_size, 1.0);
+      const double preempted = std::min(std::ceil(-free_blocks / held_blocks), running);
+      running -= preempted;
+      waiting += preempted;
+      free_blocks += preempted * held_blocks;
+      waiting_blocks += preempted * held_blocks;
+      context_tokens -= preempted * held_blocks * block_size;
+      wait.recomputed_tokens += preempted * held_blocks * block_size;
+    } else if (waiting > 0.0) {
+      const double prompt_blocks = std::max(waiting_blocks / waiting, 1e-9);
+      const double fit = std::min(config.max_running() - running, free_blocks / prompt_blocks);
+      const double admitted = std::floor(std::clamp(fit, 0.0, waiting));
+      running += admitted;
+      waiting -= admitted;
+      free_blocks -= admitted * prompt_blocks;
+      waiting_blocks -= admitted * prompt_blocks;
+      context_tokens += admitted * prompt_blocks * block_size;
+      const auto steps = static_cast<std::uint32_t>(wait.batches + queue_steps);
+      Ends& end = all_ends[std::min(std::max(bucket(steps), i + 1), buckets - 1)];
+      end.requests += admitted;
+      end.blocks += admitted * (prompt_blocks + queue_steps / block_size);
+    }
+    if (running <= 0.0) break;
   }
-  // Blocks that were not there were taken from others, who compute their tokens again.
-  wait.recomputed_tokens = static_cast<std::int64_t>(-fewest_blocks) * config.block_size;
+  wait.next_decodes_s = decodes_s(running, context_tokens);
   return wait;
 }
 
-double Load::ttft_s(const SchedulerConfig& config, const BatchTime& batch_time, double arrival_s,
-                    std::int32_t prompt_tokens, std::int32_t cached_tokens,
-                    const PromptsAhead& booked, double now_s) const {
-  if (!config.can_admit(prompt_tokens)) return std::numeric_limits<double>::infinity();
-  const double decode_s = batch_time.seconds({running_, context_tokens_, 0});
-  const double pass_s = in_flight_ ? std::max(pass_s_, now_s) : pass_s_;
-  const auto batch_after = [&](double at_s) {  // start of the batch that takes what comes then
-    const double start_s = pass_s + queued_s_;
-    if (decode_s == 0.0) return std::max(start_s, at_s);
-    return start_s + std::ceil(std::max(0.0, at_s - pass_s) / decode_s) * decode_s;
+// Whoever ends within a stretch does so at its beginning, and nobody is preempted: those who are
+// come back before the query, so that it waits for their blocks all the same. Prompts ahead are
+// answered as if they had been admitted at once.
+Load::Wait Load::least_wait_for(const SchedulerConfig& config, const BatchTime& batch_time,
+                                const Turn& turn) const {
+  double running = running_, context_tokens = static_cast<double>(context_tokens_);
+  double free_blocks = free_blocks_;
+  double ahead = turn.ahead, ahead_blocks = turn.ahead_blocks;
+  const auto decodes_s = [&](double batches) {
+    const double context = context_tokens + running * std::max(batches - 1.0, 0.0) / 2;
+    return batches *
+           (batch_time.b0_s + batch_time.b1_s * running + batch_time.b2_s * std::max(context, 0.0));
   };
-  const auto seconds = [&](double batches, std::int64_t tokens, double attention) {
-    return batches * (running_ > 0 ? decode_s : batch_time.b0_s) +
-           batch_time.b1_s * static_cast<double>(tokens) + batch_time.b3_s * attention;
+  Wait wait;
+  for (std::size_t i = 0; i < buckets; ++i) {
+    const double next_end = first_steps(i) - in_flight_ + config.async_scheduling;
+    const bool fits = running <= 0.0 || (ahead + 1.0 <= config.max_running() - running &&
+                                         ahead_blocks + turn.blocks <= free_blocks);
+    const double until = fits ? std::min(turn.earliest, next_end) : next_end;
+    const double batches = std::max(until - wait.batches, 0.0);
+    wait.batches += batches;
+    wait.decodes_s += decodes_s(batches);
+    context_tokens += running * batches;
+    free_blocks -= running * batches / config.block_size;
+    if (fits && turn.earliest <= next_end) break;
+    running -= ends_[i].requests;
+    context_tokens -= ends_[i].blocks * config.block_size;
+    free_blocks += ends_[i].blocks;
+    ahead -= queue_ends_[i].requests;
+    ahead_blocks -= queue_ends_[i].blocks;
+  }
+  wait.next_decodes_s = decodes_s(1.0);
+  return wait;
+}
+
+Load::Ttft Load::ttft(const SchedulerConfig& config, const BatchTime& batch_time, double arrival_s,
+                      std::int32_t prompt_tokens, std::int32_t cached_tokens,
+                      const PromptsAhead& booked, double now_s) const {
+  if (!config.can_admit(prompt_tokens)) return {};
+  const auto prefill_s = [&](std::int64_t tokens, double attention) {
+    return batch_time.b1_s * static_cast<double>(tokens) + batch_time.b3_s * attention;
   };
   const std::int64_t budget = std::max(config.max_num_batched_tokens - running_, 1);
-
   const BatchShape own = prefill(prompt_tokens, cached_tokens);
-  const auto own_attention = static_cast<double>(own.prefill_attention);
-  const std::int64_t own_batches = divide_up(own.tokens, budget);
-  const double begin_s = batch_after(arrival_s);
-  const double alone_s =
-      begin_s + seconds(static_cast<double>(own_batches), own.tokens, own_attention);
-
+  const double own_s = prefill_s(own.tokens, static_cast<double>(own.prefill_attention));
+  const std::int64_t ahead = queue_.requests + booked.requests;
   const std::int64_t ahead_tokens = queue_.tokens + booked.tokens;
-  const std::int64_t seats = queue_.requests + booked.requests + 1;
-  // What runs takes blocks, too, until the query's turn has come.
-  const double turn = static_cast<double>(divide_up(ahead_tokens, budget)) +
-                      (decode_s > 0.0 ? std::ceil(begin_s / decode_s) : 0.0);
-  constexpr double most_blocks = 1e15;  // as good as all there are
-  const auto grown =
-      static_cast<std::int64_t>(std::min(running_ * turn / config.block_size, most_blocks));
-  const std::int64_t blocks = queue_.blocks + booked.blocks + grown +
-                              config.blocks_for(prompt_tokens) - config.blocks_for(cached_tokens);
-  const bool fits = seats <= config.max_running() - running_ && blocks <= free_blocks_;
-  if (ahead_tokens == 0 && fits) return alone_s - arrival_s;
+  const double ahead_s = prefill_s(ahead_tokens, queue_.attention + booked.attention);
+  const auto ahead_batches = static_cast<double>(divide_up(ahead_tokens, budget));
 
-  const double first_s = std::min(begin_s, batch_after(std::min(queue_.first_s, booked.first_s)));
-  const std::int64_t batches = first_s < begin_s ? divide_up(ahead_tokens, budget) + own_batches
-                                                 : divide_up(ahead_tokens + own.tokens, budget);
-  const Wait wait = fits ? Wait{} : wait_for(config, seats, blocks);
-  const double behind_s = first_s + seconds(std::max(static_cast<double>(batches),
-                                                     wait.steps + static_cast<double>(own_batches)),
-                                            ahead_tokens + wait.recomputed_tokens + own.tokens,
-                                            queue_.attention + booked.attention + own_attention);
-  return std::max(alone_s, behind_s) - arrival_s;
+  // Batches are counted from the next to be built. Passes begin as its successors start; under
+  // async scheduling they build the batch after the one that starts.
+  const double first_arrival_s = std::min({arrival_s, queue_.first_s, booked.first_s});
+  const double overdue_s = in_flight_ > 0 ? std::max(now_s - oldest_end_s_, 0.0) : 0.0;
+  double pass_s = in_flight_ < config.pipeline_depth() ? 0.0 : oldest_end_s_ + overdue_s;
+  double start_s = next_start_s_ + overdue_s;
+  double decodes_s = batch_time.b0_s;
+  if (running_ > 0) {
+    decodes_s = batch_time.seconds({running_, context_tokens_, 0});
+  } else {
+    pass_s = std::max(pass_s, first_arrival_s);
+    start_s = std::max(start_s, first_arrival_s);
+  }
+  const auto batches_within = [](double span_s, double batch_s) {
+    return span_s > 0.0 && batch_s > 0.0 ? std::ceil(caught * span_s / batch_s) : 0.0;
+  };
+  const double lag = config.async_scheduling;
+  const double first =
+      first_arrival_s > pass_s ? batches_within(first_arrival_s - start_s, decodes_s) + lag : 0.0;
+  double earliest = first + static_cast<double>(ahead_tokens / budget);
+  if (arrival_s > pass_s) {
+    // Decodes alone, then with the prompts ahead, in full batches first, then with those whom these
+    // have become.
+    const double alone_s = first * decodes_s, busy_s = ahead_batches * decodes_s + ahead_s;
+    const double full_s =
+        ahead_tokens > 0
+            ? decodes_s + ahead_s * static_cast<double>(std::min(budget, ahead_tokens)) /
+                              static_cast<double>(ahead_tokens)
+            : 0.0;
+    const double joined_s =
+        batch_time.seconds({running_ + ahead, context_tokens_ + ahead_tokens, 0});
+    const double span_s = arrival_s - start_s;
+    earliest =
+        std::max(earliest, batches_within(std::min(span_s, alone_s), decodes_s) +
+                               std::min(batches_within(span_s - alone_s, full_s), ahead_batches) +
+                               batches_within(span_s - alone_s - busy_s, joined_s) + lag);
+  }
+
+  const Turn turn{.earliest = earliest,
+                  .ahead = static_cast<double>(ahead),
+                  .ahead_blocks = static_cast<double>(queue_.blocks + booked.blocks),
+                  .blocks = static_cast<double>(config.blocks_for(prompt_tokens) -
+                                                config.blocks_for(cached_tokens))};
+  const auto ttft_s = [&](const Wait& wait) {
+    const double batches =
+        std::max(first + static_cast<double>(divide_up(ahead_tokens + own.tokens, budget)),
+                 wait.batches + static_cast<double>(divide_up(own.tokens, budget)));
+    const double all_decodes_s =
+        running_ > 0 ? wait.decodes_s + (batches - wait.batches) * wait.next_decodes_s
+                     : batches * decodes_s;
+    const double end_s =
+        start_s + all_decodes_s + ahead_s + own_s + batch_time.b1_s * wait.recomputed_tokens;
+    return std::max(end_s - arrival_s, batch_time.b0_s + own_s);
+  };
+  return {.likely_s = ttft_s(wait_for(config, batch_time, turn)),
+          .least_s = ttft_s(least_wait_for(config, batch_time, turn))};
 }
 
 }  // namespace sfs

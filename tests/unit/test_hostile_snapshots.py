@@ -191,7 +191,9 @@ def test_questions(message: bytes, instance: int, query: dict[str, Any], now_s: 
     for number in (0, instance):
         try:
             check_believable(fleet.forecast(now_s, ask(instance=number, **query))[0])
-            assert fleet.loads(now_s, ask(instance=number, **query))["ttft_s"] >= 0
+            loads = fleet.loads(now_s, ask(instance=number, **query))
+            assert loads["ttft_s"] >= 0
+            assert loads["least_ttft_s"] >= 0
         except ValueError as refusal:
             assert "time" in str(refusal)  # noqa: PT017 - it may as well be answered
         except IndexError as unknown:

@@ -52,8 +52,9 @@ using Prompt = std::span<const std::int32_t>;  // token ids
 
 // What an instance's load says of a query without a forecast: see Load.
 struct CandidateLoad {
-  double ttft_s;  // from arrival_s; inf where the query can never be served
-  double age_s;   // of the snapshot; nan without one
+  double ttft_s;        // likely, from arrival_s; inf where the query can never be served
+  double least_ttft_s;  // see Load::Ttft
+  double age_s;         // of the snapshot; nan without one
   std::int32_t running;
   std::int32_t waiting;  // bookings included
 };

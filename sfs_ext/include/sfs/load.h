@@ -33,39 +33,62 @@ class Load {
   // Of a loop as restored from a snapshot; so times below are relative to the snapshot's.
   explicit Load(const EngineLoop& loop);
 
+  struct Ttft {
+    double likely_s = std::numeric_limits<double>::infinity();
+    double least_s = std::numeric_limits<double>::infinity();
+  };
+
   // Eqs. 7 to 9 without the steps, from `arrival_s` on: whatever runs decodes in batches alike and
   // ends when it is expected to, and prompts wait for tokens, seats and blocks in the order of
-  // arrival. As good as a forecast where nothing waits; within some ten percent where much does.
+  // arrival. Where nothing waits, both are as good as a forecast. `likely_s`: seats and blocks are
+  // had as they become free on average; mostly within some percent, yet whether the last block is
+  // to be had at once or only when somebody ends takes a simulation. `least_s`: they are had as
+  // early as can be, so that a forecast finds no less. It may where this is not all there is to it:
+  // prompts ahead have prefixes in the cache, not the first to come is the first served, or batches
+  // differ so much that a pass is caught which seems well missed.
   // `now_s`: the load is known to be the newest then, so that an overdue batch still runs.
-  double ttft_s(const SchedulerConfig& config, const BatchTime& batch_time, double arrival_s,
-                std::int32_t prompt_tokens, std::int32_t cached_tokens, const PromptsAhead& booked,
-                double now_s) const;
+  Ttft ttft(const SchedulerConfig& config, const BatchTime& batch_time, double arrival_s,
+            std::int32_t prompt_tokens, std::int32_t cached_tokens, const PromptsAhead& booked,
+            double now_s) const;
 
  private:
   // Expected ends by steps from here: a bucket for each number below 8, four to a doubling above.
   struct Ends {
-    std::int64_t steps = 0;  // of all its requests
-    std::int32_t requests = 0;
-    std::int64_t blocks = 0;  // held at the end
+    double requests = 0.0;
+    double blocks = 0.0;  // held at the end
   };
   static constexpr std::size_t buckets = 64;
   static std::size_t bucket(std::uint32_t steps);
 
-  // Until so many seats and blocks are free.
-  struct Wait {
-    double steps = 0.0;
-    std::int64_t recomputed_tokens = 0;  // of requests preempted meanwhile
+  static double first_steps(std::size_t bucket);
+
+  // A query's place in the queue. Batches are counted from the next to be built.
+  struct Turn {
+    double earliest = 0.0;      // batch that could take it, were there seats and blocks
+    double ahead = 0.0;         // requests
+    double ahead_blocks = 0.0;  // that these will take
+    double blocks = 0.0;        // that the query will take
   };
-  Wait wait_for(const SchedulerConfig& config, std::int64_t seats, std::int64_t blocks) const;
+  struct Wait {
+    double batches = 0.0;            // before the first with the query
+    double decodes_s = 0.0;          // what they take but for prefills
+    double next_decodes_s = 0.0;     // the same of each batch from there
+    double recomputed_tokens = 0.0;  // of requests preempted meanwhile
+  };
+  Wait wait_for(const SchedulerConfig& config, const BatchTime& batch_time, const Turn& turn) const;
+  Wait least_wait_for(const SchedulerConfig& config, const BatchTime& batch_time,
+                      const Turn& turn) const;
 
   std::int32_t running_ = 0;
   std::int32_t free_blocks_ = std::numeric_limits<std::int32_t>::max();
   std::int64_t context_tokens_ = 0;  // of all that run
   PromptsAhead queue_;
-  bool in_flight_ = false;
-  double pass_s_ = 0.0;    // when the next pass takes arrivals
-  double queued_s_ = 0.0;  // from a pass to the start of the batch that it builds
-  std::array<Ends, buckets> ends_{};
+  std::int32_t in_flight_ = 0;  // batches
+  double oldest_end_s_ = 0.0;
+  double next_start_s_ = 0.0;               // of the batch that the next pass builds
+  std::array<Ends, buckets> ends_{};        // of those that run
+  std::array<Ends, buckets> queue_ends_{};  // of those that wait, as if they ran
+  std::int64_t queue_steps_ = 0;            // of all that wait
 };
 
 }  // namespace sfs

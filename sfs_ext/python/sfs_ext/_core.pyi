@@ -408,8 +408,8 @@ class Fleet:
         queries: NDArray[np.void],
         prompts: Sequence[NDArray[np.int32]] = ...,
     ) -> NDArray[np.void]:
-        """query_dtype[n] to load_dtype[n], as forecast, but a closed form in place of a
-        simulation."""
+        """query_dtype[n] to load_dtype[n], as forecast, but from sums in place of a simulation: the
+        likely TTFT, and the least that a forecast may find."""
 
 @final
 class EmulatedEngine:
