@@ -6,7 +6,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from app.identity import request_key
 from app.policies import POLICIES, Choice, Options, feasible
 from app.prediction import Predictor
 from app.replicas import Instance, Replicas, by_model
-from app.shortlist import Loads, shortlist
+from app.shortlist import Indices, Loads, shortlist
 from app.types import (
     AUTO,
     Decision,
@@ -33,8 +33,6 @@ FORECAST_ALL = 64
 """Candidates up to which a decision forecasts each of them."""
 SIGMA_STEP = 0.05
 """Of a sigma: less is no reason to simulate every instance anew."""
-NO_DIFFERENCE_S = 1e-6
-"""Between two forecasts: Unix time in floating point resolves just less."""
 
 
 class NoCandidate(Exception):
@@ -139,31 +137,36 @@ class Router:
     def _weigh_likeliest(
         self, query: Query, offers: Sequence[_Offer], now_s: float
     ) -> tuple[list[Forecast], Choice]:
-        """From few forecasts, mostly the same choice (``tests/bench/test_route.py`` measures how
-        often): one model after the other by utility, until no further one could be chosen, and of
-        each those replicas whose loads look best."""
+        """From few forecasts, nearly always the same choice (``tests/bench/test_route.py`` measures
+        how often): one model after the other by utility, until no further one could be chosen, and
+        of each those replicas that might answer soonest by their loads."""
         forecasts: list[Forecast] = []
         choice = None
         for offer in sorted(offers, key=lambda offer: offer.utility, reverse=True):
             if choice is not None and offer.utility < choice.least_utility:
                 break
-            soonest_s = math.inf
-            for ttft_s, instances in self._shortlist(query, offer, now_s):
-                if ttft_s > soonest_s - NO_DIFFERENCE_S:
-                    break
-                more = self._forecasts(query, [(offer, one) for one in instances], now_s)
-                soonest_s = min([soonest_s, *(f.ttft_s for f in more)])
-                forecasts += more
+            forecasts += self._likeliest(query, offer, now_s)
             if forecasts:
                 choice = self._choose(query, forecasts)
         if choice is None:
             raise _all_silent(query)
         return forecasts, choice
 
-    def _shortlist(
-        self, query: Query, offer: _Offer, now_s: float
-    ) -> Iterator[tuple[float, list[Instance]]]:
-        """Replicas in batches, each with the TTFT that the load of its first promises."""
+    def _likeliest(self, query: Query, offer: _Offer, now_s: float) -> list[Forecast]:
+        """Forecasts of those replicas of a model that the policy might choose."""
+        loads, limits = self._loads(query, offer, now_s), self._limits
+        instances = offer.replicas.instances
+        forecasts: list[Forecast] = []
+
+        def soonest_s(batch: Indices) -> float:
+            more = [(offer, instances[i]) for i in batch.tolist()]
+            forecasts.extend(self._forecasts(query, more, now_s))
+            return min((forecast.ttft_s for forecast in forecasts), default=math.inf)
+
+        shortlist(query.policy, loads, limits.stale_after_s, limits.silent_after_s, soonest_s)
+        return forecasts
+
+    def _loads(self, query: Query, offer: _Offer, now_s: float) -> Loads:
         replicas = offer.replicas
         dispatch_s, return_s = self._delays_s[replicas.handles].T
         asked = np.empty(len(replicas.handles), query_dtype)
@@ -175,17 +178,15 @@ class Router:
         asked["arrival_s"] = now_s + dispatch_s
         asked["prompt"] = offer.prompt
         loads = self.fleet.loads(now_s, asked, list(query.prompts.values()))
-        known = Loads(
-            ttft_s=_since(query, now_s) + dispatch_s + loads["ttft_s"] + return_s,
+        delays_s = _since(query, now_s) + dispatch_s + return_s
+        return Loads(
+            ttft_s=delays_s + loads["ttft_s"],
+            least_ttft_s=delays_s + loads["least_ttft_s"],
             residents=loads["running"] + loads["waiting"],
             age_s=loads["age_s"],
             position=replicas.positions,
             last_position=self._last_positions.get(query.model, -1),
         )
-        limits = self._limits
-        for batch in shortlist(query.policy, known, limits.stale_after_s, limits.silent_after_s):
-            if len(batch) > 0:
-                yield known.ttft_s[batch[0]], [replicas.instances[i] for i in batch.tolist()]
 
     def _forecasts(
         self, query: Query, candidates: Sequence[tuple[_Offer, Instance]], now_s: float

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.policies import POLICIES
-from app.shortlist import FEW, MOST, ORDERS, Loads, shortlist
+from app.shortlist import FEW, MOST, NO_DIFFERENCE_S, ORDERS, Indices, Loads, shortlist
 
 
 def batches(
@@ -16,16 +16,27 @@ def batches(
     residents: Sequence[int] | None = None,
     age_s: Sequence[float] | None = None,
     last: int = -1,
+    least_ttft_s: Sequence[float] | None = None,
+    forecast_s: Sequence[float] | None = None,
 ) -> list[list[int]]:
     n = len(ttft_s)
+    found_s = ttft_s if forecast_s is None else forecast_s
+    listed: list[list[int]] = []
+
+    def forecast(batch: Indices) -> float:
+        listed.append(batch.tolist())
+        return min((found_s[i] for batch in listed for i in batch), default=math.inf)
+
     loads = Loads(
         ttft_s=np.array(ttft_s, float),
+        least_ttft_s=np.array(ttft_s if least_ttft_s is None else least_ttft_s, float),
         residents=np.array(residents or [0] * n, np.int32),
         age_s=np.array(age_s or [0.0] * n),
         position=np.arange(n),
         last_position=last,
     )
-    return [batch.tolist() for batch in shortlist(policy, loads, 1.0, 5.0)]
+    shortlist(policy, loads, 1.0, 5.0, forecast)
+    return listed
 
 
 def test_every_policy_has_an_order() -> None:
@@ -35,12 +46,36 @@ def test_every_policy_has_an_order() -> None:
 @pytest.mark.parametrize("policy", ["constrained", "lagrangian", "latency_agnostic"])
 @given(ttft_s=st.lists(st.sampled_from([0.1, 0.2, 0.3, math.inf]), max_size=40))
 def test_the_soonest_come_first(policy: str, ttft_s: list[float]) -> None:
-    listed = [i for batch in batches(policy, ttft_s) for i in batch]
-    assert listed == sorted(range(len(ttft_s)), key=lambda i: (ttft_s[i], i))[:MOST]
+    listed = [
+        i for batch in batches(policy, ttft_s, least_ttft_s=[0.0] * len(ttft_s)) for i in batch
+    ]
+    assert listed == sorted(range(len(ttft_s)), key=lambda i: (ttft_s[i], i))
 
 
-def test_they_come_few_at_a_time() -> None:
-    assert [len(batch) for batch in batches("constrained", [0.1] * 100)] == [FEW] * (MOST // FEW)
+@given(
+    st.lists(
+        st.tuples(st.floats(0.1, 1.0), st.floats(0.0, 1.0), st.floats(0.0, 1.0)),
+        min_size=1,
+        max_size=MOST,
+    )
+)
+def test_the_soonest_is_found_wherever_its_load_has_it(
+    rows: list[tuple[float, float, float]],
+) -> None:
+    forecast_s, share, ttft_s = zip(*rows, strict=True)
+    least_s = [s * f for s, f in zip(share, forecast_s, strict=True)]
+    listed = batches("constrained", ttft_s, least_ttft_s=least_s, forecast_s=forecast_s)
+    found_s = min(forecast_s[i] for batch in listed for i in batch)
+    assert found_s <= min(forecast_s) + NO_DIFFERENCE_S
+
+
+def test_who_cannot_be_sooner_is_left_out() -> None:
+    assert batches("constrained", [0.1] * FEW + [0.2] * 50) == [[*range(FEW)]]
+
+
+def test_they_come_few_at_a_time_and_not_too_many() -> None:
+    listed = batches("constrained", [0.1] * 100, least_ttft_s=[0.05] * 100)
+    assert [len(batch) for batch in listed] == [FEW] * (MOST // FEW)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.1, 0.2])), max_size=20))
