@@ -5,8 +5,9 @@ Poisson at shares of the capacity that the study measures itself; prompts and an
 lengths. The router predicts the true length times an error. It takes a prediction either as the
 mean of a lognormal whose log has the pool's prior spread, each resident's length one of those that
 are longer than what has come out already (the conditional rule), or at its word until it is
-outlived (the naive one). The engine never looks at predictions: all rows of a load forecast the
-same truth.
+outlived (the naive one). A running router follows the conditional rule, and learns from the
+requests that finish by how much predictions are too long and how far they stray (the corrected
+one). The engine never looks at predictions: all rows of a load forecast the same truth.
 
 From true lengths a forecast is exact for a query behind which nobody comes. What is left of its
 error is due to later arrivals: first come, first served makes them wait, but a batch that has room
@@ -19,6 +20,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,9 @@ from app.evaluation.virtual_pool import (
     scheduler_config,
     sfs_accuracy,
 )
+from app.prediction import Predictor
+from app.prediction.online import OnlinePredictor
+from app.records import DecisionRecord
 from app.types import Decision, Estimator, ModelSpec, Prediction, Query
 from sfs_ext import VirtualEngine
 
@@ -42,6 +47,8 @@ PROMPT_TOKENS_SIGMA = 0.8
 """Of the logarithm. Answers have the mean and the sigma of the emulated engine's settings."""
 LONGEST = 0.25
 """Of the model's context, are a prompt and an answer at most."""
+INTERVAL = 2.0
+"""Predicted lengths are said to lie within this factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,12 @@ ERRORS = (
 
 LOADS = (0.5, 0.8, 0.95, 1.1)
 """Shares of capacity. Beyond it the KV cache is full, and queries wait for others to end."""
+
+
+class Rule(StrEnum):
+    CONDITIONAL = "conditional"
+    NAIVE = "naive"
+    CORRECTED = "corrected"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +109,7 @@ class Cell:
     load: float
     rate_qps: float
     error: LengthError
-    length_sigma: float
-    """The rule's spread; 0 is the naive one."""
+    rule: Rule
     accuracy: Accuracy
     unsound: int
     """Forecasts that were not finite and positive, or met the simulation's bound."""
@@ -126,21 +138,18 @@ def run(settings: PoolSettings, study: LengthErrorStudy) -> Results:
         arrivals = workload.arrivals(settings, load * capacity_qps)
         for error in ERRORS:
             predictor = _Told(arrivals, workload.predicted(error))
-            for length_sigma in (model.prior.output_sigma, 0.0):
-                alone = _Alone() if error == EXACT and length_sigma == 0 else None
-                pool = VirtualPool(
-                    _one_instance(settings, model, length_sigma),
-                    predictor,
-                    prefix_caching=False,
-                    on_dispatch=alone,
+            for rule in Rule:
+                alone = _Alone() if error == EXACT and rule is Rule.NAIVE else None
+                records = sorted(
+                    _records(settings, model, predictor, rule, arrivals, alone),
+                    key=lambda record: record.arrived_s,
                 )
-                records = sorted(pool.run(arrivals), key=lambda record: record.arrived_s)
                 cells.append(
                     Cell(
                         load=load,
                         rate_qps=load * capacity_qps,
                         error=error,
-                        length_sigma=length_sigma,
+                        rule=rule,
                         accuracy=sfs_accuracy(records[study.warm_up :]),
                         unsound=sum(not _is_sound(record.decision) for record in records),
                         alone_error_s=None if alone is None else alone.largest_error_s,
@@ -150,17 +159,19 @@ def run(settings: PoolSettings, study: LengthErrorStudy) -> Results:
 
 
 def markdown(results: Results) -> str:
-    """A row for each load and error, the two rules side by side; then how sound forecasts are."""
+    """A row for each load and error, the rules side by side; then how sound forecasts are."""
+    columns = [f"{rule}: MAPE | p50 | p95 | bias" for rule in Rule]
     lines = [
-        "| load | queries/s | mean TTFT, ms | prediction "
-        "| conditional: MAPE | p50 | p95 | bias | naive: MAPE | p50 | p95 | bias |",
-        "|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        f"| load | queries/s | mean TTFT, ms | prediction | {' | '.join(columns)} |",
+        "|---:|---:|---:|---|" + 4 * len(Rule) * "---:|",
     ]
-    for conditional, naive in zip(results.cells[::2], results.cells[1::2], strict=True):
+    for first in range(0, len(results.cells), len(Rule)):
+        cells = results.cells[first : first + len(Rule)]
+        one = cells[0]
         lines.append(
-            f"| {naive.load:.0%} | {naive.rate_qps:.1f} "
-            f"| {naive.accuracy.observed_mean_s * 1e3:.1f} | {naive.error} "
-            f"| {_percentages(conditional.accuracy)} | {_percentages(naive.accuracy)} |"
+            f"| {one.load:.0%} | {one.rate_qps:.1f} "
+            f"| {one.accuracy.observed_mean_s * 1e3:.1f} | {one.error} "
+            f"| {' | '.join(_percentages(cell.accuracy) for cell in cells)} |"
         )
     unsound = sum(cell.unsound for cell in results.cells)
     alone_s = max(c.alone_error_s for c in results.cells if c.alone_error_s is not None)
@@ -255,7 +266,9 @@ class _Told:
 
     def predict(self, query: Query, models: Sequence[ModelSpec]) -> Sequence[Prediction]:
         expected = self._output_tokens[query.decision_id]
-        return [Prediction(quality=0.5, output_tokens=expected, source="study") for _ in models]
+        # Without an interval, nobody would know whether a limit left room for the answer.
+        said = Prediction(0.5, expected, "study", expected / INTERVAL, expected * INTERVAL)
+        return [said for _ in models]
 
 
 class _Alone:
@@ -278,6 +291,33 @@ class _Alone:
 def _events(engine: VirtualEngine) -> Iterator[tuple[int, int, int, float]]:
     while engine.next_event_s < math.inf:
         yield from engine.step().tolist()
+
+
+def _records(
+    settings: PoolSettings,
+    model: ModelSettings,
+    predictor: Predictor,
+    rule: Rule,
+    arrivals: Sequence[Arrival],
+    alone: _Alone | None,
+) -> list[DecisionRecord]:
+    length_sigma = 0.0 if rule is Rule.NAIVE else model.prior.output_sigma
+    online = OnlinePredictor(predictor)
+    pool = VirtualPool(
+        _one_instance(settings, model, length_sigma),
+        online,
+        prefix_caching=False,
+        on_dispatch=alone,
+    )
+
+    def learn(record: DecisionRecord) -> Sequence[Arrival]:
+        if rule is Rule.CORRECTED:
+            online.finished(record.decision.choice, record.output_tokens, online.version)
+            sigma = online.length_sigma(model.name, length_sigma)
+            pool.router.observe_length_sigma(model.name, sigma)
+        return ()
+
+    return pool.run(arrivals, learn)
 
 
 def _one_instance(
