@@ -14,7 +14,7 @@ import typer
 
 from app.config import PoolSettings, SettingsError, load_pool
 from app.dataset import cli as dataset
-from app.evaluation import accuracy, length_error, live, multi_turn, predictors
+from app.evaluation import accuracy, length_error, live, multi_turn
 from app.prediction import cli as prediction
 from app.prediction.examples import prompt_texts, read_examples
 from app.records import DecisionRecord, read_records
@@ -179,6 +179,9 @@ def study_predictors(
 ) -> None:
     """What predictors of quality and length are worth, beside simpler ones, as Markdown tables."""
     try:
+        # LightGBM: a second that no other command need wait, and libgomp.
+        from app.evaluation import predictors
+
         models = [predictors.StudiedModel.parse(text) for text in model]
         names = dict(_renamed(pair) for pair in rename or ())
         tokenizer = QwenTokenizer()
@@ -187,7 +190,7 @@ def study_predictors(
         results = predictors.run(
             examples, models, sentences, lambda name: typer.echo(name, err=True)
         )
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     _show(predictors.markdown(results), results.to_json(), output, "predictors.json")
 

@@ -20,7 +20,6 @@ from app.prediction.examples import (
     without_repeats,
 )
 from app.prediction.learned import ModelCard
-from app.prediction.training import train
 from app.records import read_records
 from app.rows import RowError
 from app.tokenizer import Tokenizers, TokenizerUnavailable
@@ -53,6 +52,9 @@ def train_predictor(
     if scores is not None and answers is None:
         raise typer.BadParameter("--scores are of ANSWERS: give both")
     try:
+        # LightGBM: a second that no other command need wait, and libgomp.
+        from app.prediction.training import train
+
         settings = load_pool(pool)
         examples = _examples(settings, answers, scores, from_log)
         artifact = train(examples, cards(settings), settings.tokenizers[settings.feature_tokenizer])

@@ -323,12 +323,12 @@ class TestOthersFiles:
             TrainedPredictor(load(forge(changed)), pool)
 
 
-def test_serving_needs_no_lightgbm(predictor_file: Path) -> None:
+def test_only_training_needs_lightgbm(predictor_file: Path) -> None:
     code = f"""
 import sys
 sys.modules["lightgbm"] = None  # an import of it fails
 import numpy as np
-import deployments.router
+import app.cli, deployments.router
 from app.prediction.artifact import load
 from app.prediction.features import prompt_features
 prompt = prompt_features(np.arange(9, dtype=np.int32), "Briefly, why?")
