@@ -17,9 +17,11 @@ void Scheduler::group_decodes(std::size_t in_flight) {
 }
 
 // From its next batch on; the two steps before its last token, and that of the token itself, are
-// not like the others (rules 4, 16 and 17).
+// not like the others (rules 4, 16 and 17). Nor is, under async scheduling, a step whose token is
+// known already, as after a preemption: that token completes a block at once (rule 20).
 bool Scheduler::decodes_steadily(const Request& request) const {
   return request.status == Status::running && request.stale_tokens == 0 &&
+         (!config_.async_scheduling || request.placeholders > 0) &&
          request.computed >= request.prompt_tokens &&
          request.known_tokens() + emits_in_flight(request) - request.computed == 1 &&
          request.blocks == config_.blocks_for(request.computed) && steady_batches(request) >= 2;
