@@ -23,14 +23,17 @@ setup: $(VENV)/.deps $(VENV)/.extension
 
 # Serve's own event loops hop threads on every message unless told otherwise; a stream pays for each.
 serve serve-cpu: export RAY_SERVE_THROUGHPUT_OPTIMIZED := 1
+# Which would hold back a thousand lines of log, until one is an error.
+serve serve-cpu: export RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE := 1
 serve serve-cpu: export RAY_SERVE_ENABLE_DIRECT_INGRESS := 0
 
 PORT_IS_FREE = ! (exec 3<>/dev/tcp/127.0.0.1/8000) 2>/dev/null || \
   { echo "port 8000 is taken: is a pool being served already?"; exit 1; }
 
+serve: POOL ?= configs/pools/emulated.yaml
 serve: setup
 	@$(PORT_IS_FREE)
-	$(SERVE) pool=configs/pools/emulated.yaml
+	$(SERVE) pool=$(POOL)
 
 # vLLM's CPU kernels lose much of their speed under another OpenMP runtime than Intel's, and a runtime
 # can be put first only at process start; the engines inherit it from here.

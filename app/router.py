@@ -31,8 +31,8 @@ from sfs_ext import Fleet, ForecastStatus, query_dtype
 
 FORECAST_ALL = 64
 """Candidates up to which a decision forecasts each of them."""
-SIGMA_STEP = 0.05
-"""Of a sigma: less is no reason to simulate every instance anew."""
+SIGMA_STEP = 0.1
+"""Of a sigma: less may be chance."""
 
 
 class NoCandidate(Exception):
@@ -362,15 +362,18 @@ class Router:
 
     def observe_length_sigma(self, model: str, sigma: float) -> None:
         """How far answers of a model of the pool stray from their predicted lengths: the standard
-        deviation of the log of their ratio. Until it is observed, the prior's."""
+        deviation of the log of their ratio. Until it is observed, the prior's. Forecasts take it up
+        with each instance's next snapshot. ValueError unless it is finite and not negative."""
+        if not 0.0 <= sigma < math.inf:
+            raise ValueError(f"{model}: a length sigma of {sigma}; it must be finite and >= 0")
         with self._lock:
             known = self._length_sigmas[model]
             if abs(sigma - known) <= SIGMA_STEP * known:
                 return
-            self._length_sigmas[model] = sigma
             for instance in self._instances.values():
                 if instance.spec.model.name == model:
                     self.fleet.set_length_sigma(instance.handle, sigma)
+            self._length_sigmas[model] = sigma
 
 
 class _Offer:

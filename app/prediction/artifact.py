@@ -183,7 +183,9 @@ def load(path: str | Path) -> Artifact:
 
 def encoded(array: NDArray[Any]) -> str:
     """Little endian, base64."""
-    little = array.astype(array.dtype.newbyteorder("<"))
+    # Filled in, not converted: what lies between the fields of a record would be left as it was.
+    little = np.zeros(array.shape, array.dtype.newbyteorder("<"))
+    little[...] = array
     return base64.b64encode(little.tobytes()).decode()
 
 

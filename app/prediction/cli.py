@@ -80,7 +80,11 @@ def inspect_predictor(
         text = report.whole(artifact)
         if plot is not None:
             report.draw(artifact, plot)
-    except (ValueError, ImportError, OSError) as error:
+    except ImportError as error:
+        typer.echo(text)
+        typer.echo("not drawn: --plot needs matplotlib (pip install '.[plot]')", err=True)
+        raise typer.Exit(1) from error
+    except (ValueError, OSError) as error:
         named = isinstance(error, ArtifactError)
         typer.echo(str(error) if named else f"{predictor}: {error}", err=True)
         raise typer.Exit(1) from error
@@ -102,6 +106,8 @@ def _examples(
         tokenizer = Tokenizers(settings.tokenizers)[settings.feature_tokenizer]
         asked = read_answers(answers)
         judged = [] if scores is None else read_scores(scores, asked)
+        if scores is not None and not judged:
+            raise ValueError(f"{scores}: no scores; without --scores, lengths alone are learnt")
         worth = {score.key: score.score for score in judged}
         examples += _of_pool(settings, examples_of(asked, worth, tokenizer), answers)
     if from_log is not None:
@@ -112,7 +118,8 @@ def _examples(
             raise ValueError(f"{from_log}: {error}") from error
         examples += _of_pool(settings, logged, from_log)
     if not examples:
-        raise ValueError("no answer to learn from in what was given")
+        given = ", ".join(str(path) for path in (answers, from_log) if path is not None)
+        raise ValueError(f"{given}: no answer to learn from")
     return without_repeats(examples)
 
 

@@ -45,8 +45,8 @@ class PredictorFile:
                 logger.warning("the predictor cannot be read: %s", error)
             self._missed = True
             return None
-        except ArtifactError:
-            logger.exception("%s is not taken up: the predictor stays as it was", self._path)
+        except ArtifactError as error:
+            logger.error("%s is not taken up, the predictor stays as it was: %s", self._path, error)
             self._seen = version
             return None
         self._seen, self._missed = version, False

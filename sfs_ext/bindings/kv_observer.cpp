@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::uint64_t nobody = 0;  // owns the blocks of a cache that is reset
 
-py::str text(py::handle object) {
+py::str checked_id(py::handle object) {
   if (!py::isinstance<py::str>(object))
     throw py::type_error("a request id must be a str, not a " +
                          std::string(Py_TYPE(object.ptr())->tp_name));
@@ -139,7 +139,7 @@ void KvObserver::note_hit(const Call& call) {
 }
 
 void KvObserver::note_released(const Call& call) {
-  const auto request = requests_.find(text(call[0]));
+  const auto request = requests_.find(checked_id(call[0]));
   if (request == requests_.end()) {
     if (py::len(call.result()) > 0) content(call[0]);  // which says that it is unknown
     return;
@@ -162,10 +162,10 @@ void KvObserver::note_filled(const Call& call) {
 }
 
 KvObserver::Content& KvObserver::content(py::handle request_id) {
-  const py::str name = text(request_id);
+  const py::str name = checked_id(request_id);
   const auto found = requests_.find(name);
   if (found == requests_.end())
-    throw std::out_of_range("request " + name.cast<std::string>() +
+    throw std::out_of_range("request " + py::repr(name).cast<std::string>() +
                             " is unknown to the KV journal");
   return found->second;
 }

@@ -424,7 +424,9 @@ void bind_fleet(py::module_& m) {
           py::arg("instance"), py::arg("message"),
           "False if a message before it is missing; ValueError if it is not a journal message.")
       .def("calibrate", &Fleet::calibrate, py::arg("instance"), py::arg("batch_time"))
-      .def("set_length_sigma", &Fleet::set_length_sigma, py::arg("instance"), py::arg("sigma"))
+      .def("set_length_sigma", &Fleet::set_length_sigma, py::arg("instance"),
+           py::arg("length_sigma"), py::call_guard<py::gil_scoped_release>(),
+           "As add() takes it; forecasts do from the next snapshot on.")
       .def(
           "book",
           [](Fleet& fleet, std::int32_t instance, std::uint64_t request_id, double arrival_s,

@@ -141,7 +141,6 @@ void Fleet::set_length_sigma(std::int32_t number, double sigma) {
   const auto instance = at(number);
   const std::unique_lock lock(instance->mutex);
   instance->length_sigma = sigma;
-  if (instance->snapshot.header.sequence > 0) instance->restart();
 }
 
 void Fleet::book(std::int32_t number, const Arrival& arrival, Prompt prompt) {

@@ -254,8 +254,12 @@ Load::Ttft Load::ttft(const SchedulerConfig& config, const BatchTime& batch_time
         start_s + all_decodes_s + ahead_s + own_s + batch_time.b1_s * wait.recomputed_tokens;
     return std::max(end_s - arrival_s, batch_time.b0_s + own_s);
   };
-  return {.likely_s = ttft_s(wait_for(config, batch_time, turn)),
-          .least_s = ttft_s(least_wait_for(config, batch_time, turn))};
+  const double likely_s = ttft_s(wait_for(config, batch_time, turn));
+  // With a threshold, short prompts may overtake long ones.
+  const double least_s = config.long_prefill_token_threshold > 0
+                             ? batch_time.b0_s + own_s
+                             : ttft_s(least_wait_for(config, batch_time, turn));
+  return {.likely_s = likely_s, .least_s = std::min(likely_s, least_s)};
 }
 
 }  // namespace sfs

@@ -234,7 +234,8 @@ void SnapshotWriter::publish(SnapshotHeader header, const Resident* residents, s
 void SnapshotWriter::fetch(std::size_t count) const {
   if (mapping_.data() == nullptr) return;
   const std::byte* slot = snapshot_slot(mapping_, room_, published_ + 1);
-  const std::size_t bytes = sizeof(Word) + sizeof(SnapshotHeader) + count * sizeof(Resident);
+  const std::size_t bytes = sizeof(Word) + sizeof(SnapshotHeader) +
+                            std::min<std::size_t>(count, room_.residents) * sizeof(Resident);
   for (std::size_t i = 0; i < std::min(bytes, most_fetched_bytes); i += line_bytes)
     __builtin_prefetch(slot + i, 1);
 }

@@ -110,7 +110,7 @@ def test_blocks_of_an_unknown_request_end_the_journal() -> None:
     cache.blocks["b"] = [Block(1)]
     cache.free("b")
     assert observer.failure is not None
-    assert "b is unknown" in observer.failure
+    assert "'b' is unknown" in observer.failure
 
 
 def test_a_block_number_is_never_cut_short() -> None:

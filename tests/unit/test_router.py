@@ -347,20 +347,26 @@ def test_how_far_lengths_stray_is_learnt_of_instances_there_and_to_come(
     one, another = (spec(pool, "small", number) for number in (0, 1))
     seats = tuple((key, 100) for key in range(1, one.scheduler.max_num_seqs + 1))
 
-    def serve(instance: InstanceSpec) -> None:
+    def serve(instance: InstanceSpec) -> Any:
         full = engine(instance.scheduler)
         full.publish(NOW_S, seats, predicted_output_tokens=30)
         router.add_instance(instance, full.path)
+        return full
 
     def ttft_s() -> list[float]:
         return [one.ttft_s for one in router.route(query(), dry_run=True).candidates]
 
-    serve(one)
+    served = serve(one)
     (believed,) = ttft_s()
+    with pytest.raises(ValueError, match="small: a length sigma of nan"):
+        router.observe_length_sigma("small", math.nan)
     router.observe_length_sigma("small", 0.51)  # hardly another than the prior's
     router.observe_length_sigma("large", 1.5)
+    served.publish(NOW_S, seats, predicted_output_tokens=30)
     assert ttft_s() == [believed]
     router.observe_length_sigma("small", 1.5)
+    assert ttft_s() == [believed]  # of a state that is forecast already
+    served.publish(NOW_S, seats, predicted_output_tokens=30)
     serve(another)
     stray = ttft_s()
     assert stray[0] == stray[1] < 0.9 * believed  # the first of all to end does so sooner

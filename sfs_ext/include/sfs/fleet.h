@@ -81,6 +81,7 @@ class Fleet {
   // need none.
   bool update_journal(std::int32_t instance, KvJournalMessage message);
   void calibrate(std::int32_t instance, const BatchTime& batch_time);
+  // From the next snapshot on: to simulate many instances anew at once would hold up all else.
   void set_length_sigma(std::int32_t instance, double sigma);
 
   // A dispatched request counts as waiting there until a snapshot names it.

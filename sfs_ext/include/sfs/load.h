@@ -40,13 +40,14 @@ class Load {
 
   // Eqs. 7 to 9 without the steps, from `arrival_s` on: whatever runs decodes in batches alike and
   // ends when it is expected to, and prompts wait for tokens, seats and blocks in the order of
-  // arrival. Where nothing waits, both are as good as a forecast. `likely_s`: seats and blocks are
-  // had as they become free on average; mostly within some percent, yet whether the last block is
-  // to be had at once or only when somebody ends takes a simulation. `least_s`: they are had as
-  // early as can be, so that a forecast finds no less. It may where this is not all there is to it:
-  // prompts ahead have prefixes in the cache, not the first to come is the first served, or batches
-  // differ so much that a pass is caught which seems well missed.
-  // `now_s`: the load is known to be the newest then, so that an overdue batch still runs.
+  // arrival. Where nothing waits and a seat and blocks are free, both are mostly within a batch of
+  // a forecast. `likely_s`: seats and blocks are had as they become free on average; mostly within
+  // some percent, yet whether the last block is to be had at once or only when somebody ends takes
+  // a simulation. `least_s`: they are had as early as can be, so that a forecast finds less but
+  // seldom. It does where prompts ahead have prefixes in the cache, where not the first to come is
+  // the first served, where decodes take up much of a small token budget and end, or where batches
+  // differ so much that a pass is caught which seems well missed. `now_s`: the load is known to be
+  // the newest then, so that an overdue batch still runs.
   Ttft ttft(const SchedulerConfig& config, const BatchTime& batch_time, double arrival_s,
             std::int32_t prompt_tokens, std::int32_t cached_tokens, const PromptsAhead& booked,
             double now_s) const;

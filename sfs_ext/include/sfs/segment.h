@@ -65,8 +65,8 @@ class SnapshotWriter {
   void append(std::span<const KvEvent> events);
   void end_journal();
 
-  // A snapshot of so many residents is about to be published: an engine's step has pushed its place
-  // out of the processor's caches.
+  // A snapshot of so many running residents is about to be published: an engine's step has pushed
+  // its place out of the processor's caches.
   void fetch(std::size_t count) const;
 
   // Fills in the sequence number and the journal's position; waiting residents beyond the

@@ -377,7 +377,9 @@ class Fleet:
         """False if a message before it is missing; ValueError if it is not a journal message."""
 
     def calibrate(self, instance: int, batch_time: BatchTime) -> None: ...
-    def set_length_sigma(self, instance: int, sigma: float) -> None: ...
+    def set_length_sigma(self, instance: int, length_sigma: float) -> None:
+        """As add() takes it; forecasts do from the next snapshot on."""
+
     def book(
         self,
         instance: int,

@@ -353,3 +353,16 @@ def test_every_write_goes_beside_the_file(artifact: Artifact, tmp_path: Path) ->
         save(artifact, tmp_path / "p.json")
     [(source, target)] = moves
     assert source.parent == target.parent == tmp_path
+
+
+def test_a_file_holds_nothing_but_what_was_learnt(predictor_file: Path) -> None:
+    """Between the fields of a node lies a gap, which must not show what was in memory before."""
+    nodes = load(predictor_file).learned().trees.nodes
+    texts = set()
+    for _ in range(50):
+        spoilt = np.full(nodes.nbytes, 255, np.uint8).view(nodes.dtype)
+        for name in nodes.dtype.names or ():
+            spoilt[name] = nodes[name]
+        texts.add(encoded(spoilt))
+    assert texts == {encoded(nodes)}
+    assert json.loads(predictor_file.read_text())["predictor"]["forest"]["nodes"] in texts
