@@ -35,8 +35,8 @@ BLOCK_SIZE = 16
 WARM_UP_STEPS = 32
 PAIRS = 6
 """Of engines: where each lies in memory makes a step several percent slower or faster."""
-LARGEST_SHARE = 0.06
-"""The aim is 0.05; a busy machine adds to it."""
+LARGEST_SHARE = 0.08
+"""The aim is 0.05; runs differ by two percent of a step."""
 
 
 class Decoding:
