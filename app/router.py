@@ -158,12 +158,12 @@ class Router:
         instances = offer.replicas.instances
         forecasts: list[Forecast] = []
 
-        def soonest_s(batch: Indices) -> float:
+        def forecast_batch(batch: Indices) -> float:
             more = [(offer, instances[i]) for i in batch.tolist()]
             forecasts.extend(self._forecasts(query, more, now_s))
             return min((forecast.ttft_s for forecast in forecasts), default=math.inf)
 
-        shortlist(query.policy, loads, limits.stale_after_s, limits.silent_after_s, soonest_s)
+        shortlist(query.policy, loads, limits.stale_after_s, limits.silent_after_s, forecast_batch)
         return forecasts
 
     def _loads(self, query: Query, offer: _Offer, now_s: float) -> Loads:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict
 
 
-class Figure(BaseModel):
-    """Over folds."""
-
+class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True)
+
+
+class Figure(_Frozen):
+    """Over folds."""
 
     mean: float
     spread: float
@@ -18,10 +20,8 @@ class Figure(BaseModel):
         return f"{self.mean:.3g} ± {self.spread:.2g}"
 
 
-class Accuracy(BaseModel):
+class Accuracy(_Frozen):
     """Of one model's predictions of one thing."""
-
-    model_config = ConfigDict(frozen=True)
 
     mae: Figure
     mae_of_mean: Figure
@@ -32,18 +32,14 @@ class Accuracy(BaseModel):
     """Spearman's; 0 where all predictions of a fold are one."""
 
 
-class Bin(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
+class Bin(_Frozen):
     predicted: float
     observed: float
     answers: int
 
 
-class Slice(BaseModel):
+class Slice(_Frozen):
     """Absolute errors of one task, or of one range of prompt lengths."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     answers: int
@@ -51,9 +47,7 @@ class Slice(BaseModel):
     quality_mae: float | None
 
 
-class ModelFigures(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
+class ModelFigures(_Frozen):
     model: str
     answers: int
     length: Accuracy | None
@@ -65,10 +59,8 @@ class ModelFigures(BaseModel):
     quality_bins: tuple[Bin, ...]
 
 
-class RoutingFigures(BaseModel):
+class RoutingFigures(_Frozen):
     """Mean score where each prompt goes to the model of the best predicted score."""
-
-    model_config = ConfigDict(frozen=True)
 
     prompts: int
     routed: Figure
@@ -80,9 +72,7 @@ class RoutingFigures(BaseModel):
     """How much routing gains over it, fold by fold."""
 
 
-class Validation(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
+class Validation(_Frozen):
     folds: int
     prompts: int
     models: tuple[ModelFigures, ...]

@@ -16,8 +16,6 @@ from app.types import PromptFeatures
 from sfs_ext import Ensemble
 
 QUANTILES: Final = (0.1, 0.5, 0.9)
-
-
 MODEL_COLUMNS: Final = ("model", "log_parameters", "context_tokens")
 """Behind what a row says of the prompt; the first is a category."""
 
@@ -78,7 +76,7 @@ class Learned:
             projection=self.projection.core,
             forest=self.trees.forest(self.projection.width + len(MODEL_COLUMNS)),
             model_columns=self.model_columns,
-            calibration=None if self.calibration is None else self.calibration.core(),
+            calibration=None if self.calibration is None else self.calibration.core,
             length_factors=self.length_factors,
         )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated
 
 import numpy as np
@@ -20,8 +21,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from sfs_ext import QualityCalibration as CoreCalibration
 
 Floats = NDArray[np.float64]
-
-
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -56,13 +55,14 @@ class QualityCalibration(BaseModel):
             own=_held(prediction.own, score.own, prompts),
         )
 
+    @cached_property
     def core(self) -> CoreCalibration:
         """ValueError for means of unequally many models."""
         return CoreCalibration(self.mean_score, self.mean_prediction, self.common, self.own)
 
     def apply(self, predictions: Sequence[float]) -> list[float]:
         """Of one prompt, by model, to the same in [0, 1]."""
-        return self.core().apply(predictions)
+        return self.core.apply(predictions)
 
 
 def _held(predicted: Floats, observed: Floats, prompts: NDArray[np.int64]) -> float:

@@ -14,7 +14,7 @@ MOST_IMPORTANT = 12
 
 
 def markdown(artifact: Artifact) -> str:
-    """What that which was learnt is worth on prompts that were held back, without any prior."""
+    """What a predictor is worth on prompts that were held back, before priors are mixed in."""
     if artifact.validation is None:
         return f"{artifact.prompts} prompts are too few to hold any back: its errors are not known."
     return figures(artifact.validation)

@@ -16,6 +16,11 @@ constexpr double caught = 0.96;
 
 std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
+// BatchTime::seconds of a batch of decodes, of which there are so many on average.
+double decode_batch_s(const BatchTime& batch_time, double requests, double context_tokens) {
+  return batch_time.b0_s + batch_time.b1_s * requests + batch_time.b2_s * context_tokens;
+}
+
 BatchShape prefill(std::int64_t known, std::int64_t computed) {
   BatchShape shape;
   shape.add_prefill(known - computed, computed);
@@ -80,9 +85,6 @@ Load::Load(const EngineLoop& loop) {
 
 Load::Wait Load::wait_for(const SchedulerConfig& config, const BatchTime& batch_time,
                           const Turn& turn) const {
-  const auto decodes_s = [&](double requests, double context_tokens) {
-    return batch_time.b0_s + batch_time.b1_s * requests + batch_time.b2_s * context_tokens;
-  };
   // The share of a stretch after which what is missing at its beginning has been gained.
   const auto share = [](double missing, double gained) {
     if (missing > gained) return never;
@@ -112,9 +114,9 @@ Load::Wait Load::wait_for(const SchedulerConfig& config, const BatchTime& batch_
                   share(waiting_blocks + turn.blocks - free_blocks, gained_blocks)});
     const double part = std::min(turn_comes, 1.0);
     wait.batches += part * batches;
-    wait.decodes_s +=
-        part * batches *
-        decodes_s(running - part * ended / 2, context_tokens + part * gained_context / 2);
+    wait.decodes_s += part * batches *
+                      decode_batch_s(batch_time, running - part * ended / 2,
+                                     context_tokens + part * gained_context / 2);
     running -= part * ended;
     context_tokens += part * gained_context;
     if (turn_comes <= 1.0) break;
@@ -146,7 +148,7 @@ Load::Wait Load::wait_for(const SchedulerConfig& config, const BatchTime& batch_
     }
     if (running <= 0.0) break;
   }
-  wait.next_decodes_s = decodes_s(running, context_tokens);
+  wait.next_decodes_s = decode_batch_s(batch_time, running, context_tokens);
   return wait;
 }
 
@@ -158,10 +160,9 @@ Load::Wait Load::least_wait_for(const SchedulerConfig& config, const BatchTime& 
   double running = running_, context_tokens = static_cast<double>(context_tokens_);
   double free_blocks = free_blocks_;
   double ahead = turn.ahead, ahead_blocks = turn.ahead_blocks;
-  const auto decodes_s = [&](double batches) {
+  const auto all_decodes_s = [&](double batches) {
     const double context = context_tokens + running * std::max(batches - 1.0, 0.0) / 2;
-    return batches *
-           (batch_time.b0_s + batch_time.b1_s * running + batch_time.b2_s * std::max(context, 0.0));
+    return batches * decode_batch_s(batch_time, running, std::max(context, 0.0));
   };
   Wait wait;
   for (std::size_t i = 0; i < buckets; ++i) {
@@ -171,7 +172,7 @@ Load::Wait Load::least_wait_for(const SchedulerConfig& config, const BatchTime& 
     const double until = fits ? std::min(turn.earliest, next_end) : next_end;
     const double batches = std::max(until - wait.batches, 0.0);
     wait.batches += batches;
-    wait.decodes_s += decodes_s(batches);
+    wait.decodes_s += all_decodes_s(batches);
     context_tokens += running * batches;
     free_blocks -= running * batches / config.block_size;
     if (fits && turn.earliest <= next_end) break;
@@ -181,7 +182,7 @@ Load::Wait Load::least_wait_for(const SchedulerConfig& config, const BatchTime& 
     ahead -= queue_ends_[i].requests;
     ahead_blocks -= queue_ends_[i].blocks;
   }
-  wait.next_decodes_s = decodes_s(1.0);
+  wait.next_decodes_s = all_decodes_s(1.0);
   return wait;
 }
 

@@ -77,6 +77,7 @@ def serve_pool(pool: Path, folder: Path, ready_within_s: float = 180) -> Iterato
         "RAY_AUTH_MODE": "disabled",
         # As `make serve` has it.
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
     }
     log = folder / "serve.log"
